@@ -1,0 +1,1 @@
+"""Objects in stores, over HTTP and on disk. Shared by both sides; imports neither."""
