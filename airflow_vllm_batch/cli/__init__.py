@@ -1,0 +1,143 @@
+"""vllm-batch: a thin shell over batchfile, storage and runner. Knows no Airflow and imports no engine by itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from airflow_vllm_batch import __version__
+from airflow_vllm_batch.cli.errors import UsageError
+from airflow_vllm_batch.contract.exit_codes import ExitCode
+from airflow_vllm_batch.contract.spec import check_threshold
+
+ENGINE_HELP = (
+    "Every other flag goes to vLLM as it is: see "
+    "https://docs.vllm.ai/en/stable/configuration/engine_args.html, or "
+    "'python -m vllm.entrypoints.openai.api_server --help' where vLLM is installed."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Ends with our exit code for bad arguments instead of argparse's 2, which means something else here."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ExitCode.USAGE, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = _build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.command != "run":
+        parser.error(f"unknown argument {rest[0]!r}")
+    try:
+        return int(arguments.handler(arguments, rest))
+    except UsageError as error:
+        parser.error(str(error))
+    except BrokenPipeError:
+        # The reader of our output left, such as head: nothing is wrong.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return ExitCode.PASSED
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="vllm-batch",
+        description="Run OpenAI batch files on vLLM: resumable, row by row, with every row accounted for.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_validate(commands)
+    _add_status(commands)
+    return parser
+
+
+def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from airflow_vllm_batch.cli.run import run
+
+    return run(arguments, rest)
+
+
+def _validate(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from airflow_vllm_batch.cli.validate import validate
+
+    return validate(arguments)
+
+
+def _status(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from airflow_vllm_batch.cli.status import status
+
+    return status(arguments)
+
+
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser(
+        "run",
+        help="run a batch file; the same command again resumes",
+        description="Run a batch file. The same command again resumes: only rows without a result run.",
+        epilog=ENGINE_HELP,
+        allow_abbrev=False,
+    )
+    run.add_argument("-i", "--input", required=True, metavar="URI", help="path, s3://, gs://, abfs:// or http(s)://")
+    run.add_argument(
+        "-o", "--output", required=True, metavar="URI", help="a folder, or one object (.jsonl, http(s) PUT)"
+    )
+    run.add_argument("--model", metavar="M", help="hub name or path; with --server-url the name that the server serves")
+    run.add_argument("--server-url", metavar="URL", help="use a running OpenAI-compatible server instead of vLLM here")
+    run.add_argument("--engine", choices=("vllm", "echo"), default="vllm", help="echo answers without a model")
+    run.add_argument("--delay-seconds", type=float, default=0.0, metavar="S", help="echo: how long an answer takes")
+    run.add_argument("--store", metavar="FILE", help="store settings (JSON); read again when the file changes")
+    run.add_argument("--state", metavar="URI", help="folder for manifest and state of a one-file output")
+    rows = run.add_argument_group("rows")
+    rows.add_argument("--bad-lines", choices=("isolate", "strict"), default="isolate")
+    rows.add_argument("--unknown-parameters", choices=("error", "warn", "allow"), default="error")
+    rows.add_argument("--allow-parameter", action="append", default=[], metavar="NAME", help="may be given repeatedly")
+    rows.add_argument(
+        "--allowed-failures", type=_threshold, default=0, metavar="X", help="a count (3) or a share (0.01); default 0"
+    )
+    rows.add_argument("--row-retries", type=int, default=3, metavar="N")
+    rows.add_argument("--row-timeout", type=float, metavar="S", help="seconds for one answer")
+    rows.add_argument("--max-in-flight", type=int, metavar="N", help="default: from the engine's max_num_seqs")
+    rows.add_argument("--limit", type=int, metavar="N", help="only the first N rows, for a trial")
+    tries = run.add_argument_group("tries")
+    tries.add_argument("--checkpoint-seconds", type=float, default=10.0, metavar="S")
+    tries.add_argument("--overwrite", action="store_true", help="take over the folder of another run")
+    tries.add_argument("--restart", action="store_true", help="run every row anew")
+    run.set_defaults(handler=_run)
+
+
+def _add_validate(commands: Any) -> None:
+    validate = commands.add_parser("validate", help="check a batch file without an engine", allow_abbrev=False)
+    validate.add_argument("input", metavar="INPUT", help="path or URI")
+    validate.add_argument("--model", action="append", metavar="M", help="a served name; may be given repeatedly")
+    validate.add_argument("--task", choices=("generate", "embed", "score"), help="what the model can do")
+    validate.add_argument("--bad-lines", choices=("isolate", "strict"), default="isolate")
+    validate.add_argument("--unknown-parameters", choices=("error", "warn", "allow"), default="error")
+    validate.add_argument("--allow-parameter", action="append", default=[], metavar="NAME")
+    validate.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    validate.add_argument("--store", metavar="FILE", help="store settings (JSON)")
+    validate.set_defaults(handler=_validate)
+
+
+def _add_status(commands: Any) -> None:
+    status = commands.add_parser("status", help="say how a run is doing, or how it ended", allow_abbrev=False)
+    status.add_argument("output", metavar="OUTPUT", help="the run's output")
+    status.add_argument("--state", metavar="URI", help="folder of the state, for a one-file output")
+    status.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    status.add_argument("--store", metavar="FILE", help="store settings (JSON)")
+    status.set_defaults(handler=_status)
+
+
+def _threshold(text: str) -> int | float:
+    """Read a number of rows (``3``) or a share of them (``0.03``); 1 is one row, 1.0 every row."""
+    try:
+        return check_threshold("--allowed-failures", int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,1 @@
+"""What answers rows: vLLM in this process, a server, or an echo."""

@@ -1,0 +1,361 @@
+"""vLLM's async engine in this process, asked through vLLM's own application object. The only module that knows vLLM.
+
+Names move between vLLM's releases; where each is looked up stands in ``_entry_points``. Nothing of vLLM is imported
+before ``start``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from pydantic import JsonValue
+
+from airflow_vllm_batch.contract import ModelSpec
+from airflow_vllm_batch.contract.manifest import Hardware
+from airflow_vllm_batch.runner.engine.base import (
+    ENDPOINTS,
+    EngineInfo,
+    EngineStats,
+    Refusal,
+    Reply,
+    refuse_unserved,
+)
+from airflow_vllm_batch.runner.engine.start_failure import explain
+from airflow_vllm_batch.runner.errors import EngineDownError, EngineStartError, SpecError
+
+SERVER_FLAGS = frozenset(
+    {"host", "port", "uds", "api_key", "ssl_keyfile", "ssl_certfile", "root_path", "api_server_count"}
+)
+"""Flags of vLLM's parser that only a listening server can obey."""
+STOP_SECONDS = 10.0
+
+
+class _EntryPoints(NamedTuple):
+    make_arg_parser: Callable[..., Any]
+    build_async_engine_client: Callable[..., Any]
+    build_app: Callable[..., Any]
+    init_app_state: Callable[..., Any]
+    parser_class: type[Any]
+    usage_context: Any
+
+
+_PLACES = {
+    "make_arg_parser": ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
+    "build_async_engine_client": (
+        "vllm.entrypoints.launchers.api_server.entry",
+        "vllm.entrypoints.openai.api_server",
+    ),
+    "build_app": ("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server"),
+    "init_app_state": ("vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.openai.api_server"),
+    "FlexibleArgumentParser": ("vllm.utils.argparse_utils", "vllm.utils"),
+}
+"""Name to the modules that have it, newest release first (0.32, then 0.28)."""
+
+
+def argv_of(model: ModelSpec, args: Mapping[str, JsonValue], seed: int | None = None) -> list[str]:
+    """Return the command line that vLLM's own parser reads.
+
+    ``True`` is a bare flag, ``False`` its ``--no-`` form, None is left out, a list gives several values, an object
+    JSON. A key that starts with a dash stands as it is.
+    """
+    argv = ["--model", model.name]
+    if model.served_names and "served_model_name" not in args:
+        argv += ["--served-model-name", *model.served_names]
+    if model.revision is not None and "revision" not in args:
+        argv += ["--revision", model.revision]
+    if seed is not None and "seed" not in args:
+        argv += ["--seed", str(seed)]
+    if model.adapters and "lora_modules" not in args:
+        argv += ["--enable-lora", "--lora-modules"]
+        argv += [json.dumps({"name": adapter.name, "path": adapter.uri}) for adapter in model.adapters]
+    for name, value in args.items():
+        flag = name if name.startswith("-") else "--" + name.replace("_", "-")
+        match value:
+            case None:
+                continue
+            case True:
+                argv.append(flag)
+            case False:
+                argv.append("--no-" + flag.removeprefix("--"))
+            case list():
+                argv += [flag, *(_scalar(item) for item in value)]
+            case _:
+                # One token, so that a value with a leading dash can't be taken for a flag.
+                argv += [f"{flag}={_scalar(value)}"] if flag.startswith("--") else [flag, _scalar(value)]
+    return argv
+
+
+def _scalar(value: JsonValue) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+class VLLMEngine:
+    """The engine behind ``--model``.
+
+    :param log: returns the tail of this process's and its children's output, to explain a failed start.
+    """
+
+    def __init__(
+        self, model: ModelSpec, args: Mapping[str, JsonValue], *, seed: int | None, log: Callable[[], str]
+    ) -> None:
+        self._model = model
+        self._args = args
+        self._seed = seed
+        self._log = log
+        self._exit = contextlib.AsyncExitStack()
+        self._client: Any = None
+        self._app: Any = None
+        self._info: EngineInfo | None = None
+        self._children: list[Any] = []
+
+    async def start(self) -> EngineInfo:
+        entry = _entry_points()
+        namespace = self._parse(entry)
+        try:
+            self._client = await self._exit.enter_async_context(
+                entry.build_async_engine_client(namespace, usage_context=entry.usage_context)
+            )
+            tasks = await self._client.get_supported_tasks()
+            self._app = entry.build_app(namespace, tasks)
+            await entry.init_app_state(self._client, self._app.state, namespace, tasks)
+        except (Exception, SystemExit) as error:
+            failure = explain(error, self._log())
+            advice = f" ({failure.advice})" if failure.advice else ""
+            raise EngineStartError(
+                f"vLLM can't start {self._model.name}: {failure.cause}{advice}", passing=failure.passing
+            ) from error
+        # vLLM's error handler asks its launcher's server to leave when the engine is dead; here it finds this one.
+        self._app.state.server = SimpleNamespace(should_exit=False)
+        self._children = _engine_processes()
+        self._info = self._describe(namespace)
+        return self._info
+
+    def _parse(self, entry: _EntryPoints) -> argparse.Namespace:
+        if wrong := sorted(SERVER_FLAGS & {name.lstrip("-").replace("-", "_") for name in self._args}):
+            raise SpecError(f"engine argument {wrong[0]} is for a listening server; the engine runs in this process")
+        parser = entry.make_arg_parser(entry.parser_class())
+
+        def refuse(message: str) -> None:
+            raise SpecError(f"vLLM refuses the engine arguments: {message}")
+
+        parser.error = refuse
+        try:
+            namespace = parser.parse_args(argv_of(self._model, self._args, self._seed))
+        except SystemExit as error:
+            raise SpecError("vLLM refuses the engine arguments; its words are in the log above") from error
+        except (ValueError, TypeError) as error:
+            raise SpecError(f"vLLM refuses the engine arguments: {error}") from error
+        if not isinstance(namespace, argparse.Namespace):
+            raise TypeError(f"vLLM's parser returned {type(namespace).__name__}")
+        return namespace
+
+    def check(self, endpoint: str, body: bytes) -> Refusal | None:
+        if self._info is None:
+            return None
+        return refuse_unserved(self._info, endpoint)
+
+    async def send(self, endpoint: str, body: bytes) -> Reply:
+        if self._app is None or self._client.errored:
+            raise EngineDownError(self._why_down())
+        reply = await _call(self._app, endpoint, body)
+        if reply.status >= 500 and self._client.errored:
+            raise EngineDownError(self._why_down())
+        return reply
+
+    def _why_down(self) -> str:
+        if self._client is None:
+            return "the engine was not started"
+        return f"vLLM's engine died: {explain(RuntimeError('EngineCore'), self._log()).cause}"
+
+    def stats(self) -> EngineStats:
+        if self._client is None:
+            return EngineStats()
+        from prometheus_client import REGISTRY
+
+        def total(name: str) -> int | None:
+            found = [sample.value for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name]
+            return int(sum(found)) if found else None
+
+        return EngineStats(
+            prompt_tokens=total("vllm:prompt_tokens_total"),
+            cached_prompt_tokens=total("vllm:prompt_tokens_cached_total"),
+            preemptions=total("vllm:num_preemptions_total"),
+        )
+
+    async def stop(self) -> None:
+        try:
+            await self._exit.aclose()
+        finally:
+            await asyncio.to_thread(_end_processes, self._children)
+
+    def _describe(self, namespace: argparse.Namespace) -> EngineInfo:
+        config = self._client.vllm_config
+        model, scheduler, cache, parallel = (
+            config.model_config,
+            config.scheduler_config,
+            config.cache_config,
+            config.parallel_config,
+        )
+        routes = {path for route in self._app.routes if (path := getattr(route, "path", None))}
+        routes |= set(self._app.openapi().get("paths", {}))
+        names = namespace.served_model_name or [namespace.model]
+        adapters = [module.name for module in namespace.lora_modules or ()]
+        return EngineInfo(
+            served_names=(*([names] if isinstance(names, str) else names), *adapters),
+            endpoints=frozenset(ENDPOINTS) & routes,
+            max_model_len=model.max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            version=_version(),
+            values={
+                "max_model_len": model.max_model_len,
+                "max_num_seqs": scheduler.max_num_seqs,
+                "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+                "block_size": cache.block_size,
+                "num_gpu_blocks": cache.num_gpu_blocks,
+                "enable_prefix_caching": cache.enable_prefix_caching,
+                "gpu_memory_utilization": cache.gpu_memory_utilization,
+                "dtype": str(model.dtype),
+                "quantization": model.quantization,
+                "seed": model.seed,
+                "tensor_parallel_size": parallel.tensor_parallel_size,
+                "pipeline_parallel_size": parallel.pipeline_parallel_size,
+                "data_parallel_size": parallel.data_parallel_size,
+            },
+            hardware=_hardware(parallel.world_size_across_dp),
+        )
+
+
+async def _call(app: Any, path: str, body: bytes) -> Reply:
+    """Ask an ASGI application for one POST.
+
+    Source: https://asgi.readthedocs.io/en/latest/specs/www.html
+    """
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [
+            (b"host", b"localhost"),
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+        ],
+        "client": ("127.0.0.1", 0),
+        "server": ("localhost", 80),
+        "state": {},
+    }
+    given = False
+    status = 500
+    headers: dict[bytes, bytes] = {}
+    parts: list[bytes] = []
+
+    async def receive() -> dict[str, Any]:
+        nonlocal given
+        if given:
+            # vLLM watches for a client that leaves; ours never does, it cancels.
+            await asyncio.get_running_loop().create_future()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status, headers = message["status"], dict(message.get("headers", ()))
+        elif message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+
+    try:
+        await app(scope, receive, send)
+    except Exception as error:  # noqa: BLE001  it is in the reply
+        # Starlette raises an exception again after the handler answered it with a 500; the answer is the reply.
+        if not parts:
+            parts.append(json.dumps({"error": {"message": f"{type(error).__name__}: {error}"}}).encode())
+    request_id = headers.get(b"x-request-id")
+    return Reply(status, b"".join(parts), request_id=request_id.decode() if request_id else None)
+
+
+def _entry_points() -> _EntryPoints:
+    found: dict[str, Any] = {}
+    try:
+        for name, places in _PLACES.items():
+            found[name] = _look_up(name, places)
+        usage = importlib.import_module("vllm.usage.usage_lib").UsageContext.LLM_CLASS
+    except ImportError as error:
+        raise EngineStartError(
+            f"vLLM can't be imported here ({error}): install airflow-provider-vllm-batch[vllm] beside the runner, "
+            "or give LocalWorker(python=…) of an environment that has it",
+            passing=False,
+        ) from error
+    return _EntryPoints(
+        found["make_arg_parser"],
+        found["build_async_engine_client"],
+        found["build_app"],
+        found["init_app_state"],
+        found["FlexibleArgumentParser"],
+        usage,
+    )
+
+
+def _look_up(name: str, places: tuple[str, ...]) -> Any:
+    for place in places:
+        try:
+            return getattr(importlib.import_module(place), name)
+        except (ModuleNotFoundError, AttributeError) as error:
+            if isinstance(error, ModuleNotFoundError) and not place.startswith(error.name or " "):
+                raise  # the module is there, something that it needs is not
+    raise ImportError(f"this release has no {name} in {' or '.join(places)}")
+
+
+def _version() -> str | None:
+    import vllm
+
+    version = getattr(vllm, "__version__", None)
+    return str(version) if version else None
+
+
+def _hardware(devices: int) -> Hardware:
+    from vllm.platforms import current_platform
+
+    on_gpu = bool(current_platform.is_cuda_alike())
+    return Hardware(
+        gpu_name=current_platform.get_device_name() if on_gpu else None,
+        gpu_count=devices if on_gpu else 0,
+        cpu_count=os.cpu_count(),
+    )
+
+
+def _engine_processes() -> list[Any]:
+    """Return the engine's processes while it is healthy: a dead EngineCore leaves a Worker that is no child of ours."""
+    import psutil
+
+    # The resource tracker ends by itself once nobody holds its pipe, and then unlinks shared memory.
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if not any("resource_tracker" in part for part in process.cmdline())
+    ]
+
+
+def _end_processes(processes: list[Any]) -> None:
+    if not processes:
+        return
+    import psutil
+
+    _, alive = psutil.wait_procs(processes, timeout=STOP_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=STOP_SECONDS)

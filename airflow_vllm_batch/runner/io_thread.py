@@ -1,0 +1,35 @@
+"""An event loop in a thread of its own for storage, since a loading engine blocks the main one for minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar
+
+ResultT = TypeVar("ResultT")
+
+
+class IoThread:
+    """Use as a context manager. What it runs must not be awaited from its own thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="storage", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10.0)
+
+    def submit(self, coroutine: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Run a coroutine in this loop; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run a coroutine in this loop and await it from another one; cancellation goes through."""
+        return await asyncio.wrap_future(self.submit(coroutine))

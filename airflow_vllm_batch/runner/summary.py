@@ -1,0 +1,107 @@
+"""Everything that is known at the end of a try, in the manifest's words. Pure."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from datetime import datetime
+
+from airflow_vllm_batch import __version__
+from airflow_vllm_batch.contract import BatchSpec, Manifest, OutputFile
+from airflow_vllm_batch.contract.judgement import verdict
+from airflow_vllm_batch.contract.manifest import (
+    Cost,
+    ManifestState,
+    ModelIdentity,
+    Throughput,
+    Timing,
+    Versions,
+)
+from airflow_vllm_batch.runner.engine.base import EngineInfo
+from airflow_vllm_batch.runner.intake import Intake
+from airflow_vllm_batch.runner.merge import Merged
+from airflow_vllm_batch.runner.run_state import RunState
+
+
+def build_manifest(
+    spec: BatchSpec,
+    *,
+    spec_digest: str,
+    fingerprint: str | None,
+    attempt: int,
+    attempts: int,
+    intake: Intake,
+    info: EngineInfo | None,
+    merged: Merged,
+    outputs: Sequence[OutputFile],
+    state: RunState,
+    timing: Timing,
+    finished_at: datetime,
+) -> Manifest:
+    """Return the manifest of a completed run.
+
+    :param info: null where no engine was needed in this try.
+    """
+    usage = merged.usage
+    if usage is not None and usage.cached_prompt_tokens is None:
+        usage = usage.model_copy(update={"cached_prompt_tokens": intake.cached_prompt_tokens})
+    devices = (info.hardware.gpu_count if info and info.hardware else None) or 0
+    gpu_seconds = devices * ((timing.engine_start or 0.0) + (timing.run or 0.0)) if devices else None
+    return Manifest(
+        run_key=spec.run_key,
+        generation=spec.generation,
+        attempt=attempt,
+        epoch=spec.epoch,
+        spec_digest=spec_digest,
+        state=ManifestState.COMPLETED,
+        verdict=verdict(merged.counts, merged.counts_per_input, spec.policy, judged_at=finished_at, judged_by="runner"),
+        inputs=intake.inputs,
+        outputs=list(outputs),
+        counts=merged.counts,
+        counts_per_input=merged.counts_per_input,
+        healable_rows=merged.healable_rows,
+        answers=merged.answers,
+        unknown_parameters=dict(intake.unknown_parameters),
+        usage=usage,
+        timing=timing,
+        throughput=_throughput(state, timing),
+        timeline=state.timeline(),
+        gpu_seconds=gpu_seconds,
+        cost=_cost(spec, gpu_seconds),
+        error_groups=merged.error_groups.top(),
+        attempts=attempts,
+        rows_reused=state.rows_reused,
+        versions=Versions(package=__version__, vllm=info.version if info else None, python=platform.python_version()),
+        model=ModelIdentity(
+            name=spec.model.name,
+            served_names=list(info.served_names if info else spec.model.accepted_names),
+            fingerprint=fingerprint,
+            adapters={adapter.name: adapter.fingerprint for adapter in spec.model.adapters},
+        ),
+        seed=spec.seed,
+        engine=info.values if info else {},
+        hardware=info.hardware.model_copy(update={"node": state.node}) if info and info.hardware else None,
+        started_at=state.started_at,
+        finished_at=finished_at,
+    )
+
+
+def _throughput(state: RunState, timing: Timing) -> Throughput | None:
+    """Return rates over the time in which rows ran in this try; null where none did."""
+    if not timing.run or not state.rows_answered:
+        return None
+    return Throughput(
+        rows_per_second=state.rows_answered / timing.run,
+        prompt_tokens_per_second=state.prompt_tokens / timing.run,
+        completion_tokens_per_second=state.completion_tokens / timing.run,
+    )
+
+
+def _cost(spec: BatchSpec, gpu_seconds: float | None) -> Cost | None:
+    if spec.pricing is None or gpu_seconds is None:
+        return None
+    return Cost(
+        amount=gpu_seconds / 3600 * spec.pricing.gpu_hour_price,
+        currency=spec.pricing.currency,
+        gpu_hour_price=spec.pricing.gpu_hour_price,
+    )
