@@ -38,7 +38,7 @@ from airflow_vllm_batch.storage.access import Access
 from airflow_vllm_batch.storage.base import ObjectNameError, StorageError
 from airflow_vllm_batch.storage.run_folder import FolderTakenError, RunFolder
 from airflow_vllm_batch.storage.settings import StoreSettingsError
-from airflow_vllm_batch.storage.uris import same_object
+from airflow_vllm_batch.storage.uris import parse_uri, same_object
 
 
 class _Ready(NamedTuple):
@@ -100,6 +100,11 @@ def _draft(arguments: argparse.Namespace, args: dict[str, JsonValue]) -> BatchSp
         raise UsageError("--state goes with a one-file output; a folder holds its own state")
     if not is_one_file(output_uri):
         output_uri = state
+    for uri in (input_uri, output_uri, state):
+        try:
+            parse_uri(uri)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     try:
         return BatchSpec(
             run_key=_new_run_key(output_uri),

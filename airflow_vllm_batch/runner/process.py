@@ -23,7 +23,7 @@ from airflow_vllm_batch.runner.engine.base import Engine
 from airflow_vllm_batch.runner.engine.echo_engine import EchoEngine
 from airflow_vllm_batch.runner.engine.server_engine import ServerEngine
 from airflow_vllm_batch.runner.engine.vllm_engine import VLLMEngine
-from airflow_vllm_batch.runner.errors import EngineStartError, RunError, SpecError
+from airflow_vllm_batch.runner.errors import EngineStartError, RunError
 from airflow_vllm_batch.runner.fingerprint import model_fingerprint, names_a_path
 from airflow_vllm_batch.runner.log_tail import LogTail
 from airflow_vllm_batch.runner.pipeline import Try, run
@@ -31,9 +31,10 @@ from airflow_vllm_batch.runner.reporting import Display, Heartbeat, choose_displ
 from airflow_vllm_batch.runner.run_state import RunState, utc_now
 from airflow_vllm_batch.runner.signals import StopSignal
 from airflow_vllm_batch.storage.access import Access
-from airflow_vllm_batch.storage.base import StorageError
+from airflow_vllm_batch.storage.base import ObjectNameError, StorageError
 from airflow_vllm_batch.storage.compression import CorruptStreamError, compress
 from airflow_vllm_batch.storage.run_folder import FolderTakenError, RunFolder
+from airflow_vllm_batch.storage.settings import StoreSettingsError
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +57,10 @@ def run_spec(spec: BatchSpec, access: Access, stop: StopSignal, *, started_by: s
     """
     with LogTail() as tail:
         _log_to_stderr()
-        folder = RunFolder(access, spec.output)
-        folder.at_generation(spec.generation)
         state = RunState(spec.run_key, spec.generation, spec.attempt or 1, spec.shard, socket.gethostname())
         try:
+            folder = RunFolder(access, spec.output)
+            folder.at_generation(spec.generation)
             attempt = spec.attempt or asyncio.run(_start_attempt(folder, spec, started_by))
         except Exception as error:  # noqa: BLE001  becomes the exit code
             return _end_of(error)
@@ -161,7 +162,7 @@ def _end_of(error: Exception) -> End:
             return End(ExitCode.INPUT_REFUSED, error.message)
         case CorruptStreamError():
             return End(ExitCode.INPUT_REFUSED, str(error))
-        case FolderTakenError() | SpecError():
+        case FolderTakenError() | ObjectNameError() | StoreSettingsError():
             return End(ExitCode.USAGE, str(error))
         case StorageError() | FileNotFoundError():
             return End(ExitCode.STORAGE, str(error))
