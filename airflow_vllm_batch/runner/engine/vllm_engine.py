@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -124,7 +125,9 @@ class VLLMEngine:
                 entry.build_async_engine_client(namespace, usage_context=entry.usage_context)
             )
             tasks = await self._client.get_supported_tasks()
-            self._app = entry.build_app(namespace, tasks)
+            # Later releases decide by the model which pooling endpoints there are; earlier ones know no third argument.
+            more = {"model_config": self._client.model_config} if _takes(entry.build_app, "model_config") else {}
+            self._app = entry.build_app(namespace, tasks, **more)
             await entry.init_app_state(self._client, self._app.state, namespace, tasks)
         except (Exception, SystemExit) as error:
             failure = explain(error, self._log())
@@ -205,7 +208,6 @@ class VLLMEngine:
             config.parallel_config,
         )
         routes = {path for route in self._app.routes if (path := getattr(route, "path", None))}
-        routes |= set(self._app.openapi().get("paths", {}))
         names = namespace.served_model_name or [namespace.model]
         adapters = [module.name for module in namespace.lora_modules or ()]
         return EngineInfo(
@@ -317,6 +319,10 @@ def _look_up(name: str, places: tuple[str, ...]) -> Any:
             if isinstance(error, ModuleNotFoundError) and not place.startswith(error.name or " "):
                 raise  # the module is there, something that it needs is not
     raise ImportError(f"this release has no {name} in {' or '.join(places)}")
+
+
+def _takes(function: Callable[..., Any], parameter: str) -> bool:
+    return parameter in inspect.signature(function).parameters
 
 
 def _version() -> str | None:
