@@ -13,7 +13,7 @@ from airflow_vllm_batch.batchfile import values
 from airflow_vllm_batch.batchfile.messages import messages_fault, response_input_fault, text_or_parts_fault
 from airflow_vllm_batch.batchfile.rows import Fault, Rules
 from airflow_vllm_batch.batchfile.values import ValueCheck, invalid
-from airflow_vllm_batch.batchfile.wording import quote
+from airflow_vllm_batch.batchfile.wording import printable
 from airflow_vllm_batch.contract import ErrorCode
 
 NOT_ALLOWED = {
@@ -237,7 +237,7 @@ def required_fault(body: Mapping[str, Any], endpoint: Endpoint) -> Fault | None:
 
 def unknown_fault(name: str, endpoint: Endpoint) -> Fault:
     """Return the fault of a name that the endpoint does not know, with the one that was probably meant."""
-    field = f"body.{quote(name, 100)[1:-1]}"
+    field = f"body.{printable(name, 100)}"
     return Fault(
         ErrorCode.UNKNOWN_PARAMETER, field, f"{field} is not a parameter of {endpoint.url}{_hint(name, endpoint)}"
     )

@@ -63,13 +63,14 @@ class Checker:
             row = self._plain.read(line, raw)
             if row is not None and self._ids.claim(row.custom_id, line) is None:
                 return row
-        return self._check_in_full(line, raw.removeprefix(BYTE_ORDER_MARK))
+        return self._check_in_full(line, raw)
 
-    def _check_in_full(self, line: int, raw: bytes) -> Row | BadRow | None:
+    def _check_in_full(self, line: int, marked: bytes) -> Row | BadRow | None:
+        raw = marked.removeprefix(BYTE_ORDER_MARK)
         try:
-            request = parse(raw)
+            request = parse(raw, skipped=len(marked) - len(raw))
         except JsonFaultError as error:
-            if is_blank(raw):
+            if is_blank(marked):
                 return None
             custom_id = custom_id_of_broken(raw)
             if custom_id is not None:

@@ -33,18 +33,19 @@ class JsonFaultError(Exception):
         self.fault = fault
 
 
-def parse(raw: bytes) -> Any:
+def parse(raw: bytes, *, skipped: int = 0) -> Any:
     """Return the line's JSON value; integers are exact.
 
     Refused beside syntax errors: invalid UTF-8, duplicate member names at any depth, lone surrogates, numbers that
     overflow a double, integers of more than 4,300 digits, nesting deeper than 200.
 
+    :param skipped: bytes of the line before ``raw``.
     :raises JsonFaultError: with the fault; its message names the byte in the line, counted from 1.
     """
     try:
         value = jiter.from_json(raw, catch_duplicate_keys=True, allow_inf_nan=False)
     except ValueError as error:
-        _explain(raw, str(error))
+        _explain(raw, str(error), skipped)
     if type(value) is dict or type(value) is list:
         path = _beyond_bounds(value, 1)
         if path is not None:
@@ -88,12 +89,12 @@ def _bounds_fault(value: Any, path: tuple[str | int, ...]) -> Fault:
     return Fault(ErrorCode.INVALID_JSON, where, f"{where} is nested more than {MAX_DEPTH} levels deep")
 
 
-def _explain(raw: bytes, problem: str) -> NoReturn:
+def _explain(raw: bytes, problem: str, skipped: int) -> NoReturn:
     """Raise the fault for what jiter refused, in words of our own where they say more."""
     try:
         raw.decode()
     except UnicodeDecodeError as error:
-        raise JsonFaultError(_encoding_fault(raw, error)) from None
+        raise JsonFaultError(_encoding_fault(raw, error, skipped)) from None
     place = _PLACE.search(problem)
     reason = problem[: place.start()] if place else problem
     # jiter counts from 1, and says 0 for the end of an empty text.
@@ -101,15 +102,15 @@ def _explain(raw: bytes, problem: str) -> NoReturn:
     field = path_at(raw, offset)
     reason = _in_our_words(raw, offset, reason)
     at = f" in {field}" if field else ""
-    message = f"not valid JSON at byte {offset + 1:,}{at}: {reason}"
+    message = f"not valid JSON at byte {skipped + offset + 1:,}{at}: {reason}"
     raise JsonFaultError(Fault(ErrorCode.INVALID_JSON, field, message)) from None
 
 
-def _encoding_fault(raw: bytes, error: UnicodeDecodeError) -> Fault:
+def _encoding_fault(raw: bytes, error: UnicodeDecodeError, skipped: int) -> Fault:
     field = path_at(raw, error.start)
     at = f" in {field}" if field else ""
     message = (
-        f"not valid UTF-8 at byte {error.start + 1:,}{at}: 0x{raw[error.start]:02X} ({error.reason}); "
+        f"not valid UTF-8 at byte {skipped + error.start + 1:,}{at}: 0x{raw[error.start]:02X} ({error.reason}); "
         "save the file as UTF-8"
     )
     return Fault(ErrorCode.INVALID_ENCODING, field, message)

@@ -94,6 +94,8 @@ def _host(authority: str) -> str:
     host = unicodedata.normalize("NFKC", host).replace("。", ".").lower().rstrip(".")
     if not host:
         raise _HostError("it has no host")
+    if authority.startswith("[") and ":" not in host:
+        raise _HostError(f"host {quote(host)} is not an IPv6 address")
     return host
 
 
@@ -112,7 +114,7 @@ def _check_public(host: str) -> None:
 
 
 def _address(host: str) -> _Address | None:
-    """Read a host as an address in any spelling that a resolver takes: dotted, decimal, octal, hex, short."""
+    """Read a host as an address in any spelling that a resolver takes: dotted, decimal, hex, short."""
     if ":" in host:
         try:
             return ipaddress.IPv6Address(host)
@@ -135,12 +137,11 @@ def _address(host: str) -> _Address | None:
 
 
 def _number(part: str) -> int:
-    if part.startswith("0x"):
-        return int(part[2:] or "0", 16)
-    if not (part.isascii() and part.isdigit() and len(part) <= 20):
+    # A leading zero means octal to one resolver and nothing to the next, so no address with one is clear: with
+    # base 0, int() refuses it too.
+    if not _NUMERIC.fullmatch(part):
         raise ValueError(part)
-    # A leading zero means octal to inet_aton; what reads as octal to nobody is refused by int().
-    return int(part, 8) if len(part) > 1 and part.startswith("0") else int(part)
+    return int(part, 0)
 
 
 def _check_address(address: _Address, host: str) -> None:

@@ -85,10 +85,14 @@ class PlainReader:
         marks = _ENVELOPE_MARKS + 2 * (len(body) + (4 * len(prompt) if conversation else 1) + (model is not None))
         if _BACKSLASH in raw:
             # An escape that spells the mark by its number would be counted on one side only.
-            if b"u0022" in raw:
+            if raw.find(b"u0022") >= 0:
                 return None
-            texts = [text for message in prompt for text in message.values()] if conversation else [prompt]
-            marks += sum(text.count('"') for text in (custom_id, model or "", *texts))
+            marks += custom_id.count('"') + (model.count('"') if model else 0)
+            if conversation:
+                for message in prompt:
+                    marks += message["role"].count('"') + message["content"].count('"')
+            else:
+                marks += prompt.count('"')
         if raw.count(_MARK) != marks:
             return None
         return Row(line, custom_id, self._url, _body_text(raw), model, None)

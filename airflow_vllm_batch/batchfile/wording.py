@@ -10,21 +10,19 @@ MAX_ECHO = 200
 _MAX_NUMBER = 40
 
 
-def quote(text: str, limit: int = MAX_ECHO) -> str:
-    """Return text in double quotes, printable and cut to ``limit`` characters."""
-    cut = text[:limit]
-    safe = "".join(character if character.isprintable() else _escape(character) for character in cut)
-    safe = safe.replace('"', '\\"')[:limit]
-    return f'"{safe}"' if safe == text else f'"{safe}…"' if len(text) > limit else f'"{safe}"'
-
-
 def printable(text: str, limit: int = MAX_ECHO) -> str:
-    """Return text without quotes, printable and cut to ``limit`` characters."""
-    return quote(text, limit)[1:-1]
+    """Return text without control characters, cut to ``limit`` characters."""
+    safe = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text[: limit + 1]
+    )
+    return safe if len(safe) <= limit else f"{safe[: limit - 1]}…"
 
 
-def _escape(character: str) -> str:
-    return json.dumps(character)[1:-1] if ord(character) > 127 or character < " " else f"\\u{ord(character):04x}"
+def quote(text: str, limit: int = MAX_ECHO) -> str:
+    """Return :func:`printable` text in double quotes."""
+    escaped = printable(text, limit).replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def kind(value: Any) -> str:

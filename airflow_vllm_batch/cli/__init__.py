@@ -56,6 +56,7 @@ def _build_parser() -> _Parser:
     _add_run(commands)
     _add_validate(commands)
     _add_status(commands)
+    _add_results(commands)
     return parser
 
 
@@ -75,6 +76,12 @@ def _status(arguments: argparse.Namespace, rest: list[str]) -> int:
     from airflow_vllm_batch.cli.status import status
 
     return status(arguments)
+
+
+def _results(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from airflow_vllm_batch.cli.results import results
+
+    return results(arguments)
 
 
 def _add_run(commands: Any) -> None:
@@ -133,6 +140,16 @@ def _add_status(commands: Any) -> None:
     status.add_argument("--json", action="store_true", help="one JSON object on standard output")
     status.add_argument("--store", metavar="FILE", help="store settings (JSON)")
     status.set_defaults(handler=_status)
+
+
+def _add_results(commands: Any) -> None:
+    results = commands.add_parser("results", help="print rows of a finished run, or their requests", allow_abbrev=False)
+    results.add_argument("output", metavar="OUTPUT", help="the run's output")
+    results.add_argument("--failed", action="store_true", help="only rows that did not succeed")
+    results.add_argument("--requests", action="store_true", help="the request lines instead, ready to run")
+    results.add_argument("--state", metavar="URI", help="folder of the state, for a one-file output")
+    results.add_argument("--store", metavar="FILE", help="store settings (JSON)")
+    results.set_defaults(handler=_results)
 
 
 def _threshold(text: str) -> int | float:

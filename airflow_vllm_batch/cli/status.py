@@ -9,16 +9,12 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from airflow_vllm_batch.cli.access import absolute, open_access
-from airflow_vllm_batch.cli.errors import UsageError
+from airflow_vllm_batch.cli.folder import open_run_folder
 from airflow_vllm_batch.cli.report import summary
-from airflow_vllm_batch.contract import AttemptRecord, ExitCode, Manifest, OutputTarget, Progress, RunOwner
-from airflow_vllm_batch.contract.layout import default_state_uri
-from airflow_vllm_batch.contract.spec import without_query
+from airflow_vllm_batch.contract import AttemptRecord, ExitCode, Manifest, Progress, RunOwner
 from airflow_vllm_batch.runner.reporting import describe
 from airflow_vllm_batch.storage.base import StorageError
 from airflow_vllm_batch.storage.run_folder import RunFolder
-from airflow_vllm_batch.storage.settings import StoreSettingsError
 
 STALE_SECONDS = 60.0
 
@@ -32,21 +28,14 @@ class _Status(NamedTuple):
 
 def status(arguments: argparse.Namespace) -> int:
     """Print a run's state; returns 0, or 69 where the folder can't be read or holds no run."""
-    output_uri = without_query(absolute(arguments.output))
-    state = absolute(arguments.state) if arguments.state else default_state_uri(output_uri)
-    if state is None:
-        raise UsageError("the state of an http(s) output lies elsewhere: give --state")
-    access = open_access(arguments.store, (arguments.output,))
-    target = OutputTarget(uri=output_uri, state_uri=state if state.endswith("/") else f"{state}/")
+    folder = open_run_folder(arguments)
     try:
-        found = asyncio.run(_read(RunFolder(access, target)))
+        found = asyncio.run(_read(folder))
     except StorageError as error:
         sys.stderr.write(f"vllm-batch: {error}\n")
         return ExitCode.STORAGE
-    except StoreSettingsError as error:
-        raise UsageError(str(error)) from error
     if found.owner is None:
-        sys.stderr.write(f"vllm-batch: no run in {target.state_uri}\n")
+        sys.stderr.write(f"vllm-batch: no run in {folder.output.state_uri}\n")
         return ExitCode.STORAGE
     sys.stdout.write(_as_json(found) if arguments.json else _as_text(found))
     return ExitCode.PASSED

@@ -26,6 +26,7 @@ def judge(
     allowed_failures: int | float,
     *,
     state: ManifestState = ManifestState.COMPLETED,
+    bad_answers: int = 0,
     what: str = "",
     judged_at: datetime | None = None,
     judged_by: str | None = None,
@@ -33,14 +34,17 @@ def judge(
     """Hold rows against a threshold. Every row of ``errors.jsonl`` counts as failed; a cancelled run never passes.
 
     :param allowed_failures: an int is a number of rows, a float a share of them.
+    :param bad_answers: succeeded rows that count as failed all the same.
     :param what: what the reason is to call these rows, such as ``input 2: ``.
     :raises ValueError: where ``allowed_failures`` is no threshold.
     """
     check_threshold("allowed_failures", allowed_failures)
     allowed = allowed_rows(allowed_failures, counts.rows)
-    failed = counts.not_succeeded
+    failed = counts.not_succeeded + bad_answers
     written = f"{allowed_failures}" if isinstance(allowed_failures, int) else f"{allowed_failures} of {counts.rows}"
     reason = f"{what}{failed} of {counts.rows} rows failed, {allowed} allowed (allowed_failures={written})"
+    if bad_answers:
+        reason += f", {bad_answers} of them for a bad answer"
     passed = failed <= allowed
     if state is ManifestState.CANCELLED:
         passed, reason = False, f"{what}cancelled, so it can't pass; {reason.removeprefix(what)}"
@@ -62,13 +66,23 @@ def verdict(
     counts_per_input: Sequence[Counts],
     policy: RowPolicy,
     *,
+    bad_answers_per_input: Sequence[int] = (),
     state: ManifestState = ManifestState.COMPLETED,
     judged_at: datetime | None = None,
     judged_by: str | None = None,
     earlier: Sequence[Judgement] = (),
 ) -> Verdict:
     """Judge a whole run, and each input that has a threshold of its own: it passes where all of them do."""
-    overall = judge(counts, policy.allowed_failures, state=state, judged_at=judged_at, judged_by=judged_by)
+    # Empty where answers were not looked at, or where bad ones are only counted.
+    bad = list(bad_answers_per_input) if policy.bad_answers == "fail" else []
+    overall = judge(
+        counts,
+        policy.allowed_failures,
+        state=state,
+        bad_answers=sum(bad),
+        judged_at=judged_at,
+        judged_by=judged_by,
+    )
     per_input = [
         None
         if threshold is None
@@ -76,6 +90,7 @@ def verdict(
             of_input,
             threshold,
             state=state,
+            bad_answers=bad[index] if bad else 0,
             what=f"input {index}: ",
             judged_at=judged_at,
             judged_by=judged_by,
@@ -98,6 +113,7 @@ def judge_again(manifest: Manifest, policy: RowPolicy, *, judged_at: datetime, j
         manifest.counts,
         manifest.counts_per_input,
         policy,
+        bad_answers_per_input=manifest.bad_answers_per_input,
         state=manifest.state,
         judged_at=judged_at,
         judged_by=judged_by,

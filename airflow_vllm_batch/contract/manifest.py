@@ -128,6 +128,8 @@ class Answers(Reported):
     """Not JSON though the row's ``response_format`` asked for it."""
     schema_mismatch: int | None = None
     """JSON that does not fit the row's own schema."""
+    bad_rows: int = 0
+    """Rows that are empty, not JSON or a mismatch; with ``bad_answers="fail"`` each counts as failed."""
 
 
 class Timing(Reported):
@@ -221,6 +223,8 @@ class Manifest(Document):
     outputs: list[OutputFile]
     counts: Counts
     counts_per_input: list[Counts]
+    bad_answers_per_input: list[int] = Field(default_factory=list)
+    """``answers.bad_rows`` of each input; empty where answers were not looked at."""
     healable_rows: int = 0
     """Failed rows that another try could answer."""
     answers: Answers | None = None

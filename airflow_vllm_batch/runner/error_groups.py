@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from airflow_vllm_batch.contract import ErrorGroup
+from airflow_vllm_batch.runner.suggestions import suggestion
 
 MAX_GROUPS = 200
 EXAMPLES = 5
@@ -62,6 +63,7 @@ class ErrorGroups:
                 count=group.count,
                 custom_ids=list(group.custom_ids),
                 lines=list(group.lines),
+                suggestion=suggestion(code),
             )
             for (code, message), group in ranked[:count]
         ]

@@ -18,6 +18,7 @@ from airflow_vllm_batch.batchfile.reader import InputRejectedError, Reading, Tal
 from airflow_vllm_batch.batchfile.rows import BadRow, Row, Rules
 from airflow_vllm_batch.contract import BatchSpec, ErrorCode, InputFile, Outcome
 from airflow_vllm_batch.contract.manifest import InputRead
+from airflow_vllm_batch.runner.answers import may_ask_for_form
 from airflow_vllm_batch.runner.plan import Plan
 from airflow_vllm_batch.runner.results import ResultWriter
 from airflow_vllm_batch.runner.run_state import RunState
@@ -43,6 +44,8 @@ class Intake:
     unknown_parameters: Counter[str] = field(default_factory=Counter)
     runnable: int = 0
     """Rows that passed the checks."""
+    asks_for_forms: bool = False
+    """Whether a row may ask for JSON."""
     seconds: float = 0.0
     cached_prompt_tokens: int | None = None
     """From the engine's counters, once rows ran."""
@@ -165,6 +168,7 @@ class _Taking:
                 self._refuse(row, place, index)
             else:
                 self.intake.runnable += 1
+                self.intake.asks_for_forms |= may_ask_for_form(row.body)
                 if self.intake.runnable == 1:
                     self._on_runnable()
             if limit is not None and self._tally.requests >= limit:

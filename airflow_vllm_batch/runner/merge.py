@@ -10,8 +10,9 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from airflow_vllm_batch.contract import Answers, Counts, Outcome, Usage
+from airflow_vllm_batch.contract import Counts, Outcome, Usage
 from airflow_vllm_batch.contract.rows import is_final
+from airflow_vllm_batch.runner.answers import AnswerTally, asked_form
 from airflow_vllm_batch.runner.error_groups import ErrorGroups
 from airflow_vllm_batch.runner.plan import Plan
 from airflow_vllm_batch.runner.results import tokens_of
@@ -38,24 +39,7 @@ class _Result(msgspec.Struct):
     error: _Error | None = None
 
 
-class _Message(msgspec.Struct):
-    content: Any = None
-    tool_calls: list[Any] | None = None
-    reasoning: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-    message: _Message | None = None
-    text: str | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] | None = None
-
-
 _decode_result = msgspec.json.Decoder(_Result).decode
-_decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 @dataclass
@@ -81,14 +65,16 @@ class Merged:
     """Everything that the files say."""
 
     drafts: list[OutputDraft]
+    looks_at_forms: bool
+    """Whether a row may have asked for a form; looking means reading every request again."""
     per_input: list[Counter[Outcome]]
     healable_rows: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int | None = None
     has_usage: bool = False
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    empty_answers: int = 0
+    answers: AnswerTally = field(default_factory=AnswerTally)
+    bad_answers_per_input: list[int] = field(default_factory=list)
     error_groups: ErrorGroups = field(default_factory=ErrorGroups)
 
     @property
@@ -99,10 +85,6 @@ class Merged:
     @property
     def counts_per_input(self) -> list[Counts]:
         return [Counts(rows=counts.total(), by_outcome=dict(counts)) for counts in self.per_input]
-
-    @property
-    def answers(self) -> Answers:
-        return Answers(by_finish_reason=dict(self.finish_reasons), empty=self.empty_answers)
 
     @property
     def usage(self) -> Usage | None:
@@ -116,16 +98,19 @@ class Merged:
         )
 
 
-def merge(plan: Plan, results: ResultFile, folder: Path, *, one_file: bool) -> Merged:
+def merge(plan: Plan, results: ResultFile, folder: Path, *, one_file: bool, looks_at_forms: bool) -> Merged:
     """Write the output files below ``folder``. Blocks; every result must be in a closed range.
 
     :param one_file: every row into one file instead of two.
+    :param looks_at_forms: hold answers against the form that their rows asked for.
     :raises HoleError: where a row has no result.
     :raises OSError: where the local disk is full.
     """
     roles: tuple[Role, ...] = ("all",) if one_file else ("output", "errors")
     drafts = [OutputDraft(role, folder / f"{role}.jsonl", (folder / f"{role}.jsonl").open("wb")) for role in roles]
-    merged = Merged(drafts, [Counter() for _ in range(plan.inputs)])
+    merged = Merged(
+        drafts, looks_at_forms, [Counter() for _ in range(plan.inputs)], bad_answers_per_input=[0] * plan.inputs
+    )
     good, bad = drafts[0], drafts[-1]
     for index in range(len(plan)):
         offset = plan.result(index)
@@ -138,13 +123,13 @@ def merge(plan: Plan, results: ResultFile, folder: Path, *, one_file: bool) -> M
         outcome = Outcome(row.outcome)
         merged.per_input[row.input][outcome] += 1
         (good if outcome is Outcome.SUCCEEDED else bad).write(bytes(row.result) + b"\n")
-        _count(merged, row, outcome)
+        _count(merged, plan, index, row, outcome)
     for draft in drafts:
         draft.file.close()
     return merged
 
 
-def _count(merged: Merged, row: StoredRow, outcome: Outcome) -> None:
+def _count(merged: Merged, plan: Plan, index: int, row: StoredRow, outcome: Outcome) -> None:
     result = _decode_result(row.result)
     if outcome is not Outcome.SUCCEEDED:
         merged.healable_rows += not is_final(outcome, row.code, row.status_code)
@@ -160,18 +145,5 @@ def _count(merged: Merged, row: StoredRow, outcome: Outcome) -> None:
         merged.completion_tokens += tokens.completion
         if tokens.cached is not None:
             merged.cached_tokens = (merged.cached_tokens or 0) + tokens.cached
-    _count_answer(merged, body)
-
-
-def _count_answer(merged: Merged, body: msgspec.Raw) -> None:
-    try:
-        answer = _decode_answer(body)
-    except msgspec.MsgspecError:
-        return  # a shape of its own, such as an embedding: nothing to count
-    choices = answer.choices or ()
-    said_nothing = False
-    for choice in choices:
-        merged.finish_reasons[choice.finish_reason or "none"] += 1
-        message = choice.message
-        said_nothing |= not ((message.content or message.tool_calls) if message else choice.text)
-    merged.empty_answers += said_nothing
+    form = asked_form(plan.job(index).body) if merged.looks_at_forms else None
+    merged.bad_answers_per_input[row.input] += merged.answers.add(bytes(body), form)

@@ -222,7 +222,9 @@ async def _finish(this: Try, intake: Intake, info: EngineInfo | None, storage: I
     this.state.enter(Phase.MERGING)
     intake.results.close_range()
     one_file = is_one_file(this.spec.output.uri)
-    merged = await asyncio.to_thread(merge, intake.plan, intake.results, this.spool, one_file=one_file)
+    merged = await asyncio.to_thread(
+        merge, intake.plan, intake.results, this.spool, one_file=one_file, looks_at_forms=intake.asks_for_forms
+    )
     this.state.enter(Phase.UPLOADING)
     outputs = [await storage.run(_upload(this, draft)) for draft in merged.drafts]
     this.seconds["write"] = time.monotonic() - started

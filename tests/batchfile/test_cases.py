@@ -116,9 +116,7 @@ def test_a_file_that_is_no_batch_file_is_rejected_as_a_whole(case: dict[str, Any
     assert caught.value.code == case["policy_isolate"]["code"]
 
 
-@pytest.mark.parametrize(
-    ("file", "line"), [("val-11-mixed-endpoints.jsonl", 4), ("val-11-mixed-endpoints.jsonl", 5)]
-)
+@pytest.mark.parametrize(("file", "line"), [("val-11-mixed-endpoints.jsonl", 4), ("val-11-mixed-endpoints.jsonl", 5)])
 def test_an_endpoint_that_the_task_rules_out_is_foreseen(file: str, line: int) -> None:
     verdict = lines_of(file, Rules(RULES.served_names, "generate"))[line - 1][2]
     assert isinstance(verdict, BadRow)

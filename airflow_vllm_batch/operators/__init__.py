@@ -1,0 +1,3 @@
+from airflow_vllm_batch.airflow_version import require_airflow
+
+require_airflow()
