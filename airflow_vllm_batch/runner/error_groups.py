@@ -16,7 +16,7 @@ _MASKS = (
     (re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORECASE), "<id>"),
     (re.compile(r"'[^']*'|\"[^\"]*\""), "<text>"),
     (re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{12,}\b", re.IGNORECASE), "<id>"),
-    (re.compile(r"(?<![A-Za-z_])-?\d+(?:\.\d+)?"), "<n>"),
+    (re.compile(r"(?<![A-Za-z_0-9])-?\d+(?:\.\d+)?"), "<n>"),
 )
 
 

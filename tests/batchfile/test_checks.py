@@ -203,8 +203,8 @@ def test_messages_are_short_and_printable_whatever_the_file_says(text: str) -> N
 
 
 def test_bytes_are_counted_with_the_byte_order_mark() -> None:
-    assert "at byte 5" in fault(b"\xef\xbb\xbf{x")
-    assert "at byte 6" in fault(b'\xef\xbb\xbf{"\xff')
+    assert "at byte 5" in fault(b"\xef\xbb\xbf{x").message
+    assert "at byte 6" in fault(b'\xef\xbb\xbf{"\xff').message
 
 
 def test_only_one_byte_order_mark_is_ignored() -> None:
