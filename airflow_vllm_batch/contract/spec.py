@@ -179,7 +179,7 @@ class Limits(Authored):
     completion_window_seconds: float | None = Field(default=None, gt=0)
     engine_start_timeout_seconds: float = Field(default=1800.0, gt=0)
     engine_stall_seconds: float = Field(default=600.0, gt=0)
-    engine_restarts: int = Field(default=3, ge=0)
+    engine_restarts: int = Field(default=5, ge=0)
     """Restarts in a row without a single row answered."""
     stop_seconds: float = Field(default=30.0, gt=0)
 

@@ -23,6 +23,7 @@ class IoThread:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=10.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10.0)
 
@@ -33,3 +34,11 @@ class IoThread:
     async def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Run a coroutine in this loop and await it from another one; cancellation goes through."""
         return await asyncio.wrap_future(self.submit(coroutine))
+
+
+async def _cancel_all() -> None:
+    """Cancel what still runs in this loop, and see it end."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

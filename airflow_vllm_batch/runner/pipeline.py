@@ -21,7 +21,7 @@ from airflow_vllm_batch.runner.io_thread import IoThread
 from airflow_vllm_batch.runner.merge import Merged, OutputDraft, merge
 from airflow_vllm_batch.runner.reuse import reuse_segments
 from airflow_vllm_batch.runner.run_state import RunState, utc_now
-from airflow_vllm_batch.runner.schedule import RetryPolicy, schedule
+from airflow_vllm_batch.runner.schedule import RestartPolicy, RetryPolicy, Scheduler
 from airflow_vllm_batch.runner.signals import StopSignal
 from airflow_vllm_batch.runner.summary import build_manifest
 from airflow_vllm_batch.storage.run_folder import RunFolder
@@ -178,18 +178,26 @@ async def _run_rows(this: Try, intake: Intake, info: EngineInfo, storage: IoThre
     collector = Collector(
         this.spec, this.spec_digest, this.attempt, plan, intake.results, state, this.folder.store, storage.submit
     )
+
+    def on_restart(circumstance: str) -> None:
+        # What is finished goes to storage first: the load blocks this loop, and may be this process's last deed.
+        collector.checkpoint()
+        state.engine_restarts += 1
+        state.note(f"engine restarted: {circumstance}")
+        log.warning("the engine is restarted (%s)", circumstance)
+
     state.enter(Phase.RUNNING)
     started = time.monotonic()
-    rows = asyncio.ensure_future(
-        schedule(
-            (plan.job(index) for index in plan.left()),
-            this.engine,
-            collector.collect,
-            window=limits.max_in_flight or int((info.max_num_seqs or DEFAULT_WINDOW) * SPARE_ROWS),
-            policy=RetryPolicy(limits.row_retries, limits.row_timeout_seconds),
-            in_flight=state.set_in_flight,
-        )
+    scheduler = Scheduler(
+        this.engine,
+        collector.collect,
+        window=limits.max_in_flight or int((info.max_num_seqs or DEFAULT_WINDOW) * SPARE_ROWS),
+        retry=RetryPolicy(limits.row_retries, limits.row_timeout_seconds),
+        restart=RestartPolicy(limits.engine_restarts, limits.engine_stall_seconds),
+        on_in_flight=state.set_in_flight,
+        on_restart=on_restart,
     )
+    rows = asyncio.ensure_future(scheduler.run(plan.job(index) for index in plan.left()))
     checkpoints = asyncio.ensure_future(collector.checkpoint_for_ever())
     waiter = asyncio.ensure_future(stopping.wait())
     tasks: set[asyncio.Future[Any]] = {rows, checkpoints, waiter}

@@ -11,7 +11,7 @@ import pytest
 from airflow_vllm_batch.batchfile.reader import InputRejectedError
 from airflow_vllm_batch.contract import ErrorCode, ExitCode, ModelSpec, Outcome, OutputTarget
 from airflow_vllm_batch.runner.engine.base import Reply
-from airflow_vllm_batch.runner.errors import EngineDownError, StoppedError
+from airflow_vllm_batch.runner.errors import EngineDownError, ServerRefusesError, StoppedError
 from airflow_vllm_batch.runner.signals import StopSignal
 from airflow_vllm_batch.storage.base import StorageError
 from tests.support.runs import LocalRun, ScriptedEngine, answer, chat
@@ -134,8 +134,8 @@ async def test_strict_refuses_the_file_before_the_engine_starts_and_names_the_li
 
 async def test_a_second_try_asks_only_for_rows_without_a_result(tmp_path: Path) -> None:
     run = LocalRun(tmp_path, [chat(f"r{number}", f"p{number}") for number in range(20)])
-    with pytest.raises(EngineDownError):
-        await run.run(echo_after(fail_at="p12", error=EngineDownError("dead")), max_in_flight=2)
+    with pytest.raises(ServerRefusesError):
+        await run.run(echo_after(fail_at="p12", error=ServerRefusesError("expired")), max_in_flight=2)
     engine = ScriptedEngine()
     exit_code, manifest = await run.run(engine)
     assert exit_code is ExitCode.PASSED
@@ -242,6 +242,37 @@ async def test_the_engine_is_stopped_whatever_ends_the_run(tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match="a bug in the adapter"):
         await run.run(engine)
     assert engine.stops == 1
+
+
+async def test_a_row_that_kills_the_engine_is_reported_and_the_others_succeed(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, [chat(f"r{number}", f"p{number}") for number in range(12)])
+    engine = echo_after(fail_at="p5", error=EngineDownError("dead"))
+    exit_code, manifest = await run.run(engine, allowed_failures=1)
+    assert (exit_code, len(run.succeeded)) == (ExitCode.PASSED, 11)
+    assert [(row["custom_id"], row["error"]["code"], row["response"]) for row in run.failed] == [
+        ("r5", "engine_crash", None)
+    ]
+    # It would kill the next try's engine as well, so it is final.
+    assert manifest.healable_rows == 0
+    again = ScriptedEngine()
+    await run.run(again)
+    assert again.asked == {}
+
+
+async def test_an_engine_that_can_not_be_kept_alive_ends_the_run_and_keeps_its_rows(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, [chat(f"r{number}", f"p{number}") for number in range(12)])
+
+    def script(text: str, before: int) -> Reply:
+        if int(text[1:]) >= 6:
+            raise EngineDownError("dead")
+        return Reply(200, answer(text))
+
+    with pytest.raises(EngineDownError, match="without answering a row"):
+        await run.run(ScriptedEngine(script), max_in_flight=6, engine_restarts=2)
+    engine = ScriptedEngine()
+    await run.run(engine)
+    assert not {f"p{number}" for number in range(6)} & set(engine.asked)
+    assert len(run.succeeded) == 12
 
 
 async def test_one_file_holds_every_row_in_input_order(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from airflow_vllm_batch.contract import ErrorCode, Outcome
 from airflow_vllm_batch.runner.engine.base import ConnectionLostError, EngineInfo, EngineStats, Refusal, Reply
 from airflow_vllm_batch.runner.errors import EngineDownError, ServerRefusesError
 from airflow_vllm_batch.runner.results import Finished, Job
-from airflow_vllm_batch.runner.schedule import RetryPolicy, schedule
+from airflow_vllm_batch.runner.schedule import RestartPolicy, RetryPolicy, Scheduler
 
 OK = Reply(200, b"{}")
 
@@ -28,6 +30,11 @@ class Engine:
         self.full = asyncio.Event()
         self.window = 0
         self.refusal: Refusal | None = None
+        self.dead = False
+        self.restarts = 0
+        self.mark: int | None = 0
+        self.alone: list[bytes] = []
+        """Rows that were asked for while nothing else was in the engine."""
 
     async def start(self) -> EngineInfo:
         raise NotImplementedError
@@ -36,6 +43,8 @@ class Engine:
         return self.refusal
 
     async def send(self, endpoint: str, body: bytes) -> Reply:
+        if self.dead:
+            raise EngineDownError("dead")
         before = self.asked.get(body, 0)
         self.asked[body] = before + 1
         self.inside += 1
@@ -46,12 +55,33 @@ class Engine:
             if self.gate is not None:
                 await self.gate.wait()
             await asyncio.sleep(0)
+            if self.dead:
+                raise EngineDownError("dead")
+            if self.inside == 1:
+                self.alone.append(body)
             return self.script(body, before)
+        except EngineDownError:
+            self.dead = True
+            raise
         finally:
             self.inside -= 1
 
     def stats(self) -> EngineStats:
         return EngineStats()
+
+    @property
+    def down(self) -> bool:
+        return self.dead
+
+    def progress_mark(self) -> int | None:
+        return self.mark
+
+    def give_up(self, reason: str) -> None:
+        self.dead = True
+
+    async def restart(self) -> None:
+        self.restarts += 1
+        self.dead = False
 
     async def stop(self) -> None:
         return None
@@ -88,14 +118,8 @@ class Pauses:
 async def run(engine: Engine, rows: int = 1, window: int = 4, **policy: float) -> tuple[list[Finished], list[float]]:
     finished: list[Finished] = []
     pauses = Pauses()
-    await schedule(
-        Feed(rows),
-        engine,
-        finished.append,
-        window=window,
-        policy=RetryPolicy(**policy),
-        sleep=pauses,
-        jitter=lambda: 1.0,
+    await Scheduler(engine, finished.append, window, RetryPolicy(**policy), sleep=pauses, jitter=lambda: 1.0).run(
+        Feed(rows)
     )
     return finished, pauses.seconds
 
@@ -105,7 +129,7 @@ async def test_the_input_is_never_read_further_than_the_engine_can_take() -> Non
     engine = Engine(lambda *_: OK, gate)
     engine.window = 4
     finished: list[Finished] = []
-    running = asyncio.create_task(schedule(feed, engine, finished.append, window=4, policy=RetryPolicy()))
+    running = asyncio.create_task(Scheduler(engine, finished.append, 4).run(feed))
     await engine.full.wait()
     assert feed.read == 4
     gate.set()
@@ -209,16 +233,167 @@ async def test_what_the_engine_refuses_before_it_is_sent_is_an_invalid_row() -> 
     assert engine.asked == {}
 
 
-@pytest.mark.parametrize("error", [EngineDownError("dead"), ServerRefusesError("401")])
-async def test_the_end_of_the_engine_ends_the_schedule_and_no_row_is_collected_twice(error: Exception) -> None:
-    def die(body: bytes, before: int) -> Reply:
+async def test_a_server_that_refuses_us_ends_the_schedule_and_no_row_is_collected_twice() -> None:
+    def refuse(body: bytes, before: int) -> Reply:
         if body == b"5":
-            raise error
+            raise ServerRefusesError("401")
         return OK
 
     finished: list[Finished] = []
-    with pytest.raises(type(error), match=str(error)):
-        await schedule(Feed(50), Engine(die), finished.append, window=4, policy=RetryPolicy())
+    with pytest.raises(ServerRefusesError, match="401"):
+        await Scheduler(Engine(refuse), finished.append, 4).run(Feed(50))
     ids = [end.job.custom_id for end in finished]
     assert len(ids) == len(set(ids))
     assert "row-5" not in ids
+
+
+def poisoned(*poison: int) -> Engine:
+    def script(body: bytes, before: int) -> Reply:
+        if int(body) in poison:
+            raise EngineDownError("killed by a row")
+        return OK
+
+    return Engine(script)
+
+
+def ends(finished: list[Finished]) -> dict[int, tuple[Outcome, ErrorCode | None]]:
+    found = {end.job.row: (end.outcome, end.code) for end in finished}
+    assert len(found) == len(finished), "a row ended twice"
+    return found
+
+
+@pytest.mark.parametrize("window", [1, 2, 9, 16])
+async def test_a_row_that_kills_the_engine_is_found_and_every_other_row_succeeds(window: int) -> None:
+    engine = poisoned(7)
+    finished, _ = await run(engine, rows=40, window=window)
+    expected = dict.fromkeys(range(40), (Outcome.SUCCEEDED, None))
+    assert ends(finished) == {**expected, 7: (Outcome.FAILED, ErrorCode.ENGINE_CRASH)}
+    # It had its two chances alone, and nobody else is blamed for it.
+    assert engine.alone.count(b"7") >= 2
+    (crash,) = (end for end in finished if end.code is ErrorCode.ENGINE_CRASH)
+    assert crash.message == "the engine died 2 times while this row alone was in it"
+    assert crash.reply is None
+
+
+async def test_several_poisoned_rows_are_all_found() -> None:
+    finished, _ = await run(poisoned(0, 3, 4, 39), rows=40, window=8)
+    crashed = [row for row, (_, code) in ends(finished).items() if code is ErrorCode.ENGINE_CRASH]
+    assert sorted(crashed) == [0, 3, 4, 39]
+
+
+async def test_a_death_without_a_guilty_row_costs_no_row() -> None:
+    def die_once(body: bytes, before: int) -> Reply:
+        if body == b"11" and before == 0:
+            raise EngineDownError("out of luck")
+        return OK
+
+    engine = Engine(die_once)
+    finished, _ = await run(engine, rows=30, window=9)
+    assert ends(finished) == dict.fromkeys(range(30), (Outcome.SUCCEEDED, None))
+    assert engine.restarts == 1
+
+
+async def test_suspects_run_in_waves_of_about_the_root_of_their_number() -> None:
+    together: list[int] = []
+
+    def die_once(body: bytes, before: int) -> Reply:
+        if body == b"0" and before == 0:
+            raise EngineDownError("dead")
+        if engine.restarts:
+            together.append(engine.inside)
+        return OK
+
+    engine = Engine(die_once)
+    await run(engine, rows=16, window=16)
+    assert max(together) == 4
+
+
+async def test_an_engine_that_never_answers_is_given_up_after_its_budget() -> None:
+    def die(body: bytes, before: int) -> Reply:
+        raise EngineDownError("dead at once")
+
+    engine = Engine(die)
+    finished: list[Finished] = []
+    with pytest.raises(EngineDownError, match="died 3 times without answering a row in between"):
+        await Scheduler(engine, finished.append, 8, restart=RestartPolicy(restarts=2)).run(Feed(20))
+    assert engine.restarts == 2
+    # No row is blamed for an engine that answers nobody.
+    assert finished == []
+
+
+async def test_an_engine_that_shows_no_progress_counts_as_dead_and_its_rows_run_again() -> None:
+    gate = asyncio.Event()
+    engine = Engine(lambda *_: OK, gate)
+    now = 0.0
+
+    async def tick(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if engine.restarts:
+            gate.set()
+        await asyncio.sleep(0)
+
+    finished: list[Finished] = []
+    scheduler = Scheduler(
+        engine,
+        finished.append,
+        4,
+        restart=RestartPolicy(stall_seconds=60.0, look_every_seconds=5.0),
+        sleep=tick,
+        clock=lambda: now,
+    )
+    restart = engine.restart
+
+    async def restart_and_open() -> None:
+        await restart()
+        gate.set()
+
+    engine.restart = restart_and_open  # type: ignore[method-assign]
+    await scheduler.run(Feed(12))
+    assert engine.restarts == 1
+    assert ends(finished) == dict.fromkeys(range(12), (Outcome.SUCCEEDED, None))
+
+
+async def test_an_engine_that_still_writes_tokens_is_left_alone() -> None:
+    gate = asyncio.Event()
+    engine = Engine(lambda *_: OK, gate)
+    now = 0.0
+
+    async def tick(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        assert engine.mark is not None
+        engine.mark += 1
+        if now > 1000:
+            gate.set()
+        await asyncio.sleep(0)
+
+    finished: list[Finished] = []
+    await Scheduler(
+        engine, finished.append, 4, restart=RestartPolicy(stall_seconds=60.0), sleep=tick, clock=lambda: now
+    ).run(Feed(4))
+    assert (engine.restarts, len(finished)) == (0, 4)
+
+
+@given(
+    rows=st.integers(1, 30),
+    window=st.integers(1, 12),
+    poison=st.sets(st.integers(0, 29), max_size=3),
+    deaths=st.sets(st.tuples(st.integers(0, 29), st.integers(0, 2)), max_size=6),
+)
+async def test_whatever_dies_when_every_row_ends_exactly_once(
+    rows: int, window: int, poison: set[int], deaths: set[tuple[int, int]]
+) -> None:
+    def script(body: bytes, before: int) -> Reply:
+        if int(body) in poison or (int(body), before) in deaths:
+            raise EngineDownError("dead")
+        return OK
+
+    finished: list[Finished] = []
+    await Scheduler(Engine(script), finished.append, window, restart=RestartPolicy(restarts=50)).run(Feed(rows))
+    found = ends(finished)
+    assert set(found) == set(range(rows))
+    crashed = {row for row, (_, code) in found.items() if code is ErrorCode.ENGINE_CRASH}
+    assert poison & set(range(rows)) <= crashed
+    # Others only where the dice killed the engine on them again and again.
+    assert crashed - poison <= {row for row, _ in deaths}

@@ -14,6 +14,7 @@ from typing import Any
 from airflow_vllm_batch.contract import BatchSpec, ExitCode, InputFile, Manifest, ModelSpec, OutputTarget
 from airflow_vllm_batch.contract.spec import EngineSpec, Limits, RowPolicy
 from airflow_vllm_batch.runner.engine.base import ENDPOINTS, EngineInfo, EngineStats, Refusal, Reply
+from airflow_vllm_batch.runner.errors import EngineDownError
 from airflow_vllm_batch.runner.pipeline import Try, run
 from airflow_vllm_batch.runner.run_state import RunState
 from airflow_vllm_batch.runner.signals import StopSignal
@@ -73,6 +74,8 @@ class ScriptedEngine:
     script: Callable[[str, int], Reply] = lambda text, _: Reply(200, answer(text))
     asked: Counter[str] = field(default_factory=Counter)
     starts: int = 0
+    restarts: int = 0
+    dead: bool = False
     stops: int = 0
 
     async def start(self) -> EngineInfo:
@@ -85,11 +88,31 @@ class ScriptedEngine:
     async def send(self, endpoint: str, body: bytes) -> Reply:
         await asyncio.sleep(0)
         text = said(body)
+        if self.dead:
+            raise EngineDownError("dead")
         self.asked[text] += 1
-        return self.script(text, self.asked[text] - 1)
+        try:
+            return self.script(text, self.asked[text] - 1)
+        except EngineDownError:
+            self.dead = True
+            raise
 
     def stats(self) -> EngineStats:
         return EngineStats()
+
+    @property
+    def down(self) -> bool:
+        return self.dead
+
+    def progress_mark(self) -> int | None:
+        return None
+
+    def give_up(self, reason: str) -> None:
+        self.dead = True
+
+    async def restart(self) -> None:
+        self.restarts += 1
+        self.dead = False
 
     async def stop(self) -> None:
         self.stops += 1

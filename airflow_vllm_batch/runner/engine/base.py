@@ -86,6 +86,29 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    @property
+    def down(self) -> bool:
+        """Whether the engine is dead, or was given up, and needs a restart."""
+        ...
+
+    def progress_mark(self) -> int | None:
+        """Return a number that changes with every token read or written; null where that can't be told.
+
+        An engine that has rows and whose mark stands still for minutes is stuck.
+        """
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Take a stuck engine for dead: from now on ``send`` raises ``EngineDownError`` until a restart."""
+        ...
+
+    async def restart(self) -> None:
+        """End whatever is left of the engine and load it again. May block the event loop.
+
+        :raises EngineStartError: where that fails; passing, since the same arguments worked before.
+        """
+        ...
+
     async def stop(self) -> None:
         """End every process of the engine; harmless where it never started."""
         ...

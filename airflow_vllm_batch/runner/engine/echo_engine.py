@@ -52,6 +52,19 @@ class EchoEngine:
     def stats(self) -> EngineStats:
         return EngineStats()
 
+    @property
+    def down(self) -> bool:
+        return False
+
+    def progress_mark(self) -> int | None:
+        return None
+
+    def give_up(self, reason: str) -> None:
+        return None
+
+    async def restart(self) -> None:
+        return None
+
     async def stop(self) -> None:
         return None
 

@@ -19,12 +19,14 @@ from airflow_vllm_batch.runner.engine.base import (
     Refusal,
     Reply,
 )
-from airflow_vllm_batch.runner.errors import EngineStartError, ServerRefusesError
+from airflow_vllm_batch.runner.errors import EngineDownError, EngineStartError, ServerRefusesError
 
 DEFAULT_WINDOW = 256
 CONNECT_SECONDS = 30.0
 START_TRIES = 5
-START_PAUSE_SECONDS = 2.0
+RETURN_TRIES = 300
+"""Ten minutes: as long as a server may take to load its model again."""
+PAUSE_SECONDS = 2.0
 
 
 class _Model(msgspec.Struct):
@@ -59,6 +61,7 @@ class ServerEngine:
         headers: Callable[[], Mapping[str, str]],
         *,
         start_tries: int = START_TRIES,
+        return_tries: int = RETURN_TRIES,
         pause: Callable[[float], Any] = asyncio.sleep,
     ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
@@ -66,6 +69,8 @@ class ServerEngine:
         self._headers = headers
         self._start_tries = start_tries
         self._pause = pause
+        self._return_tries = return_tries
+        self._unreachable: str | None = None
         self._session: aiohttp.ClientSession | None = None
         self._named = b'{"model":%s,' % msgspec.json.encode(model)
 
@@ -76,7 +81,7 @@ class ServerEngine:
             connector=aiohttp.TCPConnector(limit=0),
             trust_env=True,
         )
-        models = await self._ask_models(self._session)
+        models = await self._ask_models(self._session, self._start_tries)
         served = {model.id: model for model in models.data}
         if served and self._model not in served:
             raise EngineStartError(
@@ -94,10 +99,10 @@ class ServerEngine:
             values={"engine": "server", "server_url": self._url},
         )
 
-    async def _ask_models(self, session: aiohttp.ClientSession) -> _Models:
+    async def _ask_models(self, session: aiohttp.ClientSession, tries: int) -> _Models:
         url = f"{self._url}/v1/models"
         problem = ""
-        for tried in range(1, self._start_tries + 1):
+        for tried in range(1, tries + 1):
             try:
                 async with session.get(
                     url, headers=self._headers(), timeout=aiohttp.ClientTimeout(total=CONNECT_SECONDS)
@@ -122,8 +127,8 @@ class ServerEngine:
                             f"{url} answers, but not as an OpenAI-compatible server does ({error})", passing=False
                         ) from error
                 problem = f"status {status}"
-            if tried < self._start_tries:
-                await self._pause(START_PAUSE_SECONDS)
+            if tried < tries:
+                await self._pause(PAUSE_SECONDS)
         raise EngineStartError(f"the server can't be reached: {url}: {problem}", passing=True)
 
     def check(self, endpoint: str, body: bytes) -> Refusal | None:
@@ -139,6 +144,10 @@ class ServerEngine:
                 headers={**self._headers(), "Content-Type": "application/json"},
             ) as response:
                 raw = await response.read()
+        except aiohttp.ClientConnectorError as error:
+            # Nobody listens: every other row would fail the same way, so this is no row's failure.
+            self._unreachable = f"{self._url} can't be reached: {error}"
+            raise EngineDownError(self._unreachable) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise  # the row's own deadline
@@ -167,6 +176,22 @@ class ServerEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats()
+
+    @property
+    def down(self) -> bool:
+        return self._unreachable is not None
+
+    def progress_mark(self) -> int | None:
+        return None
+
+    def give_up(self, reason: str) -> None:
+        return None
+
+    async def restart(self) -> None:
+        """Wait until the server is there again: whoever runs it restarts it."""
+        if self._session is not None:
+            await self._ask_models(self._session, self._return_tries)
+        self._unreachable = None
 
     async def stop(self) -> None:
         if self._session is not None:

@@ -21,6 +21,7 @@ from pydantic import JsonValue
 
 from airflow_vllm_batch.contract import ModelSpec
 from airflow_vllm_batch.contract.manifest import Hardware
+from airflow_vllm_batch.runner.engine import parent_death
 from airflow_vllm_batch.runner.engine.base import (
     ENDPOINTS,
     EngineInfo,
@@ -29,6 +30,7 @@ from airflow_vllm_batch.runner.engine.base import (
     Reply,
     refuse_unserved,
 )
+from airflow_vllm_batch.runner.engine.engine_processes import EngineProcesses
 from airflow_vllm_batch.runner.engine.start_failure import explain
 from airflow_vllm_batch.runner.errors import EngineDownError, EngineStartError, SpecError
 
@@ -36,7 +38,9 @@ SERVER_FLAGS = frozenset(
     {"host", "port", "uds", "api_key", "ssl_keyfile", "ssl_certfile", "root_path", "api_server_count"}
 )
 """Flags of vLLM's parser that only a listening server can obey."""
-STOP_SECONDS = 10.0
+_COUNTERS = ("vllm:prompt_tokens_total", "vllm:prompt_tokens_cached_total", "vllm:num_preemptions_total")
+"""In the order of :class:`EngineStats`."""
+_PROGRESS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
 
 class _EntryPoints(NamedTuple):
@@ -101,7 +105,7 @@ def _scalar(value: JsonValue) -> str:
 class VLLMEngine:
     """The engine behind ``--model``.
 
-    :param log: returns the tail of this process's and its children's output, to explain a failed start.
+    :param log: returns the tail of this process's and its children's output, to explain a failed start or a death.
     """
 
     def __init__(
@@ -115,11 +119,14 @@ class VLLMEngine:
         self._client: Any = None
         self._app: Any = None
         self._info: EngineInfo | None = None
-        self._children: list[Any] = []
+        self._processes: EngineProcesses | None = None
+        self._given_up: str | None = None
+        self._stats_before = EngineStats(0, 0, 0)
 
     async def start(self) -> EngineInfo:
         entry = _entry_points()
         namespace = self._parse(entry)
+        _end_with_us()
         try:
             self._client = await self._exit.enter_async_context(
                 entry.build_async_engine_client(namespace, usage_context=entry.usage_context)
@@ -130,6 +137,8 @@ class VLLMEngine:
             self._app = entry.build_app(namespace, tasks, **more)
             await entry.init_app_state(self._client, self._app.state, namespace, tasks)
         except (Exception, SystemExit) as error:
+            # What a failed start leaves behind would hold the memory that the next one needs.
+            await asyncio.to_thread(EngineProcesses().wait, 0.0)
             failure = explain(error, self._log())
             advice = f" ({failure.advice})" if failure.advice else ""
             raise EngineStartError(
@@ -137,7 +146,7 @@ class VLLMEngine:
             ) from error
         # vLLM's error handler asks its launcher's server to leave when the engine is dead; here it finds this one.
         self._app.state.server = SimpleNamespace(should_exit=False)
-        self._children = _engine_processes()
+        self._processes = EngineProcesses()
         self._info = self._describe(namespace)
         return self._info
 
@@ -166,38 +175,65 @@ class VLLMEngine:
         return refuse_unserved(self._info, endpoint)
 
     async def send(self, endpoint: str, body: bytes) -> Reply:
-        if self._app is None or self._client.errored:
+        if self.down:
             raise EngineDownError(self._why_down())
         reply = await _call(self._app, endpoint, body)
-        if reply.status >= 500 and self._client.errored:
+        if reply.status >= 500 and self.down:
             raise EngineDownError(self._why_down())
         return reply
+
+    @property
+    def down(self) -> bool:
+        return self._client is None or self._given_up is not None or bool(self._client.errored)
+
+    def give_up(self, reason: str) -> None:
+        self._given_up = reason
 
     def _why_down(self) -> str:
         if self._client is None:
             return "the engine was not started"
+        if self._given_up is not None:
+            return f"vLLM's engine was given up: {self._given_up}"
         return f"vLLM's engine died: {explain(RuntimeError('EngineCore'), self._log()).cause}"
+
+    async def restart(self) -> None:
+        self._stats_before = self.stats()
+        await self._close(kill=True)
+        try:
+            await self.start()
+        except EngineStartError as error:
+            raise EngineStartError(f"after its death {error}", passing=True) from error
 
     def stats(self) -> EngineStats:
         if self._client is None:
-            return EngineStats()
-        from prometheus_client import REGISTRY
-
-        def total(name: str) -> int | None:
-            found = [sample.value for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name]
-            return int(sum(found)) if found else None
-
+            return self._stats_before
+        counted = _counters(*_COUNTERS)
+        # A new engine in this process counts from zero again.
         return EngineStats(
-            prompt_tokens=total("vllm:prompt_tokens_total"),
-            cached_prompt_tokens=total("vllm:prompt_tokens_cached_total"),
-            preemptions=total("vllm:num_preemptions_total"),
+            *(
+                None if now is None else now + (before or 0)
+                for now, before in zip(counted, self._stats_before, strict=True)
+            )
         )
 
+    def progress_mark(self) -> int | None:
+        tokens = [count for count in _counters(*_PROGRESS) if count is not None]
+        return sum(tokens) if tokens else None
+
     async def stop(self) -> None:
+        await self._close(kill=self.down)
+
+    async def _close(self, *, kill: bool) -> None:
+        """End the engine; with ``kill`` without asking it, since it may hang."""
+        processes, self._processes = self._processes, None
+        if kill and processes is not None:
+            processes.kill()
         try:
             await self._exit.aclose()
         finally:
-            await asyncio.to_thread(_end_processes, self._children)
+            self._client = self._app = self._given_up = None
+            if processes is not None:
+                await asyncio.to_thread(processes.wait)
 
     def _describe(self, namespace: argparse.Namespace) -> EngineInfo:
         config = self._client.vllm_config
@@ -321,6 +357,25 @@ def _look_up(name: str, places: tuple[str, ...]) -> Any:
     raise ImportError(f"this release has no {name} in {' or '.join(places)}")
 
 
+def _counters(*names: str) -> list[int | None]:
+    """Return counters of vLLM's own statistics in this process, summed over their labels; null where there is none."""
+    from prometheus_client import REGISTRY
+
+    found: dict[str, float] = {}
+    for metric in REGISTRY.collect():
+        for sample in metric.samples:
+            if sample.name in names:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return [int(found[name]) if name in found else None for name in names]
+
+
+def _end_with_us() -> None:
+    """Let the engine's processes end when this one does, however it dies."""
+    os.environ[parent_death.MARK] = str(os.getpid())
+    if (plugins := os.environ.get("VLLM_PLUGINS")) is not None and parent_death.PLUGIN not in plugins.split(","):
+        os.environ["VLLM_PLUGINS"] = f"{plugins},{parent_death.PLUGIN}" if plugins else parent_death.PLUGIN
+
+
 def _takes(function: Callable[..., Any], parameter: str) -> bool:
     return parameter in inspect.signature(function).parameters
 
@@ -341,27 +396,3 @@ def _hardware(devices: int) -> Hardware:
         gpu_count=devices if on_gpu else 0,
         cpu_count=os.cpu_count(),
     )
-
-
-def _engine_processes() -> list[Any]:
-    """Return the engine's processes while it is healthy: a dead EngineCore leaves a Worker that is no child of ours."""
-    import psutil
-
-    # The resource tracker ends by itself once nobody holds its pipe, and then unlinks shared memory.
-    return [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if not any("resource_tracker" in part for part in process.cmdline())
-    ]
-
-
-def _end_processes(processes: list[Any]) -> None:
-    if not processes:
-        return
-    import psutil
-
-    _, alive = psutil.wait_procs(processes, timeout=STOP_SECONDS)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=STOP_SECONDS)
