@@ -21,9 +21,9 @@ from airflow_vllm_batch.contract import (
 )
 from airflow_vllm_batch.contract.judgement import judge_again
 from airflow_vllm_batch.contract.layout import is_one_file
+from airflow_vllm_batch.contract.progress_line import duration
 from airflow_vllm_batch.contract.spec import check_threshold
 from airflow_vllm_batch.storage.uris import join_uri
-from airflow_vllm_batch.watching import duration
 
 CONF_KEY = "vllm_batch"
 _GROUPS_SHOWN = 5

@@ -115,19 +115,6 @@ async def pin_inputs(access: Access, inputs: tuple[InputFile, ...]) -> tuple[Inp
 # Rows
 
 
-def rules_of(spec: BatchSpec) -> Rules:
-    """Return what the spec asks of every row."""
-    # An echo answers for any model: it is there to try a file before the model is.
-    any_name = spec.engine.kind == "echo" and not spec.model.served_names
-    return Rules(
-        served_names=None if any_name else frozenset(spec.model.accepted_names),
-        unknown_parameters=spec.policy.unknown_parameters,
-        allow_parameters=frozenset(spec.policy.allow_parameters),
-        max_row_bytes=spec.limits.max_row_bytes,
-        allowed_media_domains=spec.policy.allowed_media_domains,
-    )
-
-
 def already_checked(before: BatchSpec | None, spec: BatchSpec, mode: Mode) -> bool:
     """Whether an earlier try checked just these bytes by just these rules, at least as thoroughly.
 
@@ -140,7 +127,7 @@ def already_checked(before: BatchSpec | None, spec: BatchSpec, mode: Mode) -> bo
     ]
     named = all(source.etag is not None for source in spec.inputs)
     same_rules = (
-        rules_of(before) == rules_of(spec)
+        Rules.of(before) == Rules.of(spec)
         and before.policy == spec.policy
         and before.limits.limit == spec.limits.limit
         and before.engine.args == spec.engine.args
@@ -214,7 +201,7 @@ async def _check_input(
     said_at = clock()
     opened = access.open_source(source.uri, source.store)
     chunks = decompress(opened.stream(etag=source.etag), source.uri)
-    async for row in ascan(chunks, Checker(rules_of(spec)), tally):
+    async for row in ascan(chunks, Checker(Rules.of(spec)), tally):
         if isinstance(row, Row) and _needs_tool_parser(row):
             found.need_tool_parser += 1
         if most is not None and tally.requests >= most:

@@ -9,7 +9,8 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any, NamedTuple
 
-from airflow_vllm_batch.contract import Outcome, Phase, Progress
+from airflow_vllm_batch.contract import Progress
+from airflow_vllm_batch.contract.progress_line import progress_line
 from airflow_vllm_batch.workers.base import WorkerEnd
 
 QUIET_SECONDS = 60.0
@@ -65,35 +66,6 @@ def _moved(seen: Progress | None, current: Progress) -> bool:
     return (seen.phase, seen.rows_done, seen.last_event) != (current.phase, current.rows_done, current.last_event)
 
 
-def progress_line(progress: Progress, *, now: datetime) -> str:
-    """Say in one plain line where the run is: phase, rows done, rate, time left, failures."""
-    parts = [str(progress.phase.value)]
-    if progress.rows:
-        parts.append(f"{progress.rows_done:,} of {progress.rows:,} rows ({progress.rows_done / progress.rows:.1%})")
-    elif progress.rows_done:
-        parts.append(f"{progress.rows_done:,} rows")
-    if progress.phase is Phase.RUNNING:
-        if progress.rows_per_second is not None:
-            parts.append(f"{progress.rows_per_second:,.1f} rows/s")
-        if progress.tokens_per_second is not None:
-            parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-        if progress.seconds_left is not None:
-            parts.append(f"{duration(progress.seconds_left)} left")
-    elif progress.phase is not Phase.DONE:
-        parts.append(f"for {duration((now - progress.phase_since).total_seconds())}")
-    parts.extend(
-        f"{count:,} {outcome.value}"
-        for outcome, count in progress.by_outcome.items()
-        if count and outcome is not Outcome.SUCCEEDED
-    )
-    if progress.rows_reused:
-        parts.append(f"{progress.rows_reused:,} from earlier tries")
-    if progress.engine_restarts:
-        parts.append(f"{progress.engine_restarts} engine restarts")
-    line = ", ".join(parts)
-    return f"{line}; {progress.last_event}" if progress.last_event else line
-
-
 def progress_document(progress: Progress) -> dict[str, Any]:
     """Return the XCom ``vllm_progress``: small, JSON, without rows or secrets."""
     return {
@@ -116,15 +88,3 @@ def progress_document(progress: Progress) -> dict[str, Any]:
             for group in progress.error_groups[:5]
         ],
     }
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in the two largest units: ``45 s``, ``12 min 5 s``, ``3 h 20 min``."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if minutes else f"{hours} h"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 
-from airflow_vllm_batch.contract import ErrorCode
+from airflow_vllm_batch.contract import BatchSpec, ErrorCode
 
 Task: TypeAlias = Literal["generate", "embed", "score"]
 
@@ -58,3 +58,14 @@ class Rules:
     max_row_bytes: int = 32 * 1024 * 1024
     allowed_media_domains: tuple[str, ...] | None = None
     """The only hosts that media may come from; None: every host that is not a private one by its name."""
+
+    @classmethod
+    def of(cls, spec: BatchSpec) -> Self:
+        """Return what a spec asks of every row; the same on both sides."""
+        return cls(
+            served_names=frozenset(spec.model.accepted_names),
+            unknown_parameters=spec.policy.unknown_parameters,
+            allow_parameters=frozenset(spec.policy.allow_parameters),
+            max_row_bytes=spec.limits.max_row_bytes,
+            allowed_media_domains=spec.policy.allowed_media_domains,
+        )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from airflow_vllm_batch.cli.folder import open_run_folder
 from airflow_vllm_batch.cli.report import summary
 from airflow_vllm_batch.contract import AttemptRecord, ExitCode, Manifest, Progress, RunOwner
-from airflow_vllm_batch.runner.reporting import describe
+from airflow_vllm_batch.contract.progress_line import progress_line
 from airflow_vllm_batch.storage.base import StorageError
 from airflow_vllm_batch.storage.run_folder import RunFolder
 
@@ -76,6 +76,6 @@ def _as_text(found: _Status) -> str:
     if progress is not None and running:
         age = (datetime.now(UTC) - progress.updated_at).total_seconds()
         stale = f" (last heard of {age:,.0f} s ago: the runner may be dead)" if age > STALE_SECONDS else ""
-        lines.append(f"now      {describe(progress)}{stale}")
+        lines.append(f"now      {progress_line(progress, now=progress.updated_at)}{stale}")
     text = "\n".join(lines) + "\n"
     return text + (summary(found.manifest) if found.manifest is not None and not running else "")

@@ -62,17 +62,6 @@ def open_intake(folder: Path) -> Iterator[Intake]:
         yield Intake(spool, plan, results)
 
 
-def rules_of(spec: BatchSpec) -> Rules:
-    """Return what the spec asks of every row."""
-    return Rules(
-        served_names=frozenset(spec.model.accepted_names),
-        unknown_parameters=spec.policy.unknown_parameters,
-        allow_parameters=frozenset(spec.policy.allow_parameters),
-        max_row_bytes=spec.limits.max_row_bytes,
-        allowed_media_domains=spec.policy.allowed_media_domains,
-    )
-
-
 async def take_in(
     intake: Intake, spec: BatchSpec, folder: RunFolder, state: RunState, *, on_runnable: Callable[[], object]
 ) -> None:
@@ -103,7 +92,7 @@ class _Taking:
         self._spec = spec
         self._state = state
         self._on_runnable = on_runnable
-        self._rules = rules_of(spec)
+        self._rules = Rules.of(spec)
         self._writer = ResultWriter(spec.run_key, spec.generation)
         self._bad = 0
         self._tally = Tally()

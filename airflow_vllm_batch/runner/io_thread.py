@@ -42,3 +42,5 @@ async def _cancel_all() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    # A stream that was not read to its end still holds its file or its connection.
+    await asyncio.get_running_loop().shutdown_asyncgens()

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from airflow_vllm_batch.contract import Outcome, Phase, Progress
+from airflow_vllm_batch.contract import Phase, Progress
+from airflow_vllm_batch.contract.progress_line import progress_line
 from airflow_vllm_batch.runner.run_state import RunState
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class LineDisplay:
         if progress.phase is self._phase and now - self._shown_at < self._every_seconds:
             return
         self._phase, self._shown_at = progress.phase, now
-        log.info("%s", describe(progress))
+        log.info("%s", progress_line(progress, now=progress.updated_at))
 
     def close(self) -> None:
         return None
@@ -61,42 +62,13 @@ class BarDisplay:
         width = 30
         share = progress.rows_done / progress.rows if progress.rows else 0.0
         bar = "█" * round(share * width) + "░" * (width - round(share * width))
-        self._write(f"\r\x1b[K{bar} {describe(progress)}")
+        self._write(f"\r\x1b[K{bar} {progress_line(progress, now=progress.updated_at)}")
 
     def close(self) -> None:
         self._write("\n")
 
     def _write(self, text: str) -> None:
         os.write(self._terminal, text.encode())
-
-
-def describe(progress: Progress) -> str:
-    """Say progress in one line: phase, rows, rate, time left, failures."""
-    parts = [str(progress.phase)]
-    if progress.rows is not None:
-        share = f" ({progress.rows_done / progress.rows:.0%})" if progress.rows else ""
-        parts.append(f"{progress.rows_done:,} of {progress.rows:,} rows{share}")
-    elif progress.rows_done:
-        parts.append(f"{progress.rows_done:,} rows")
-    if progress.rows_per_second:
-        parts.append(f"{progress.rows_per_second:.1f} rows/s")
-    if progress.tokens_per_second:
-        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-    if progress.seconds_left is not None:
-        parts.append(f"{duration(progress.seconds_left)} left")
-    bad = {name: count for name, count in progress.by_outcome.items() if name is not Outcome.SUCCEEDED and count}
-    parts += [f"{count:,} {name}" for name, count in sorted(bad.items())]
-    return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Say seconds as ``45 s``, ``3 min 20 s`` or ``2 h 05 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 class Heartbeat:

@@ -120,11 +120,6 @@ async def test_rows_for_another_model_are_bad_lines(tmp_path: Path) -> None:
     assert (await check(served)).runnable == 2
 
 
-async def test_the_echo_engine_answers_for_any_model(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, [chat_row("a", model="other")], engine=EngineSpec(kind="echo"))
-    assert (await check(spec)).runnable == 1
-
-
 async def test_rows_that_use_tools_need_a_tool_parser(tmp_path: Path) -> None:
     rows = [chat_row("a", tools=TOOLS), chat_row("b", tools=TOOLS, tool_choice="none"), chat_row("c", "the tools")]
     error = await refused(spec_of(tmp_path, rows))

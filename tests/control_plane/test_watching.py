@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from airflow_vllm_batch.contract import Progress
-from airflow_vllm_batch.watching import Step, duration, look, progress_document, progress_line
+from airflow_vllm_batch.contract.progress_line import duration, progress_line
+from airflow_vllm_batch.watching import Step, look, progress_document
 from airflow_vllm_batch.workers.base import EndKind, WorkerEnd
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)

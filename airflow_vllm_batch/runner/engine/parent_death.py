@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 
-MARK = "VLLM_BATCH_RUNNER_PID"
-"""The runner sets it to its process id; its children inherit it."""
+MARK = "_VLLM_BATCH_RUNNER_PID"
+"""The runner sets it to its process id; its children inherit it. vLLM warns of names that begin with VLLM_."""
 PLUGIN = "vllm_batch_parent_death"
 """The name of the entry point, for VLLM_PLUGINS."""
 _PR_SET_PDEATHSIG = 1
