@@ -24,6 +24,7 @@ class LogTail:
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque()
         self._size = 0
+        self._seen = 0
         self._lock = threading.Lock()  # chunks and their size belong together
         self._saved: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
@@ -58,6 +59,17 @@ class LogTail:
         self._thread.join(timeout=1.0)
         self._saved = None
 
+    def position(self) -> int:
+        """Return how many bytes have come through so far."""
+        return self._seen
+
+    def since(self, position: int) -> str:
+        """Return what came through since a position, as far as it is still kept."""
+        with self._lock:
+            raw = b"".join(self._chunks)
+            fresh = self._seen - position
+        return raw[-fresh:].decode("utf-8", "replace") if fresh > 0 else ""
+
     def text(self, secrets: Iterable[str] = ()) -> str:
         """Return the tail, at most 1 MiB, with secrets masked."""
         with self._lock:
@@ -73,6 +85,7 @@ class LogTail:
             with self._lock:
                 self._chunks.append(chunk)
                 self._size += len(chunk)
+                self._seen += len(chunk)
                 while self._size - len(self._chunks[0]) > TAIL_BYTES:
                     self._size -= len(self._chunks.popleft())
             with contextlib.suppress(OSError):

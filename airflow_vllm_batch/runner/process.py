@@ -150,7 +150,7 @@ def _engine(spec: BatchSpec, access: Access, tail: LogTail) -> Engine:
 
             return ServerEngine(spec.engine.server_url or "", spec.model.accepted_names[0], headers)
         case "vllm":
-            return VLLMEngine(spec.model, spec.engine.args, seed=spec.seed, log=tail.text)
+            return VLLMEngine(spec.model, spec.engine.args, seed=spec.seed, log=tail)
 
 
 def _end_of(error: Exception) -> End:

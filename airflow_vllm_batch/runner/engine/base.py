@@ -56,6 +56,18 @@ class EngineInfo:
     hardware: Hardware | None = None
 
 
+class EngineLog(Protocol):
+    """What this process and the engine's processes print, as far as it is still kept."""
+
+    def position(self) -> int:
+        """Return where the log ends now."""
+        ...
+
+    def since(self, position: int) -> str:
+        """Return what was printed since."""
+        ...
+
+
 class EngineStats(NamedTuple):
     """Counters since start; null where the engine does not tell."""
 

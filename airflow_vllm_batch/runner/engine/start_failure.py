@@ -86,7 +86,7 @@ def _deepest(raised: BaseException, log: str) -> str:
         return text
     for line in log.splitlines():
         found = _EXCEPTION.search(line)
-        if found and not any(words in line for words in _WRAPPERS):
+        if found and not any(words in found[0] for words in _WRAPPERS):
             return f"{found[1]}: {found[2]}"[:500]
     return text
 
