@@ -23,6 +23,7 @@ from airflow_vllm_batch.contract.judgement import judge_again
 from airflow_vllm_batch.contract.layout import is_one_file
 from airflow_vllm_batch.contract.progress_line import duration
 from airflow_vllm_batch.contract.spec import check_threshold
+from airflow_vllm_batch.storage.fingerprint import fingerprints_of
 from airflow_vllm_batch.storage.uris import join_uri
 
 CONF_KEY = "vllm_batch"
@@ -108,7 +109,12 @@ def _same_question(manifest: Manifest, stored: BatchSpec, spec: BatchSpec) -> bo
         )
         return ([source.uri for source in of.inputs], of.output, rules, of.limits.limit, of.limits.max_row_bytes)
 
-    digest = spec.digest(manifest.model.fingerprint, manifest.model.adapters)
+    # A model that can't be seen from here, as one on a GPU host, is taken to be the one that ran.
+    seen = fingerprints_of(spec)
+    digest = spec.digest(
+        seen.model or manifest.model.fingerprint,
+        {name: found or manifest.model.adapters.get(name) for name, found in seen.adapters.items()},
+    )
     return asked(stored) == asked(spec) and digest == manifest.spec_digest
 
 

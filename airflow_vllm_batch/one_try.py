@@ -356,15 +356,8 @@ class OneTry:
             return None
 
     async def _record_earlier_deaths(self, folder: RunFolder) -> None:
-        said: dict[str, Any] = {
-            "ended_at": self._now(),
-            "reason": "ended without a word; found by a later try",
-            "final": False,
-        }
         try:
-            for number in await folder.attempt_numbers():
-                if number < (self._spec.attempt or 1):
-                    await folder.complete_attempt(number, **said)
+            await folder.record_deaths(before=self._spec.attempt or 1, now=self._now())
         except StorageError as error:
             log.warning("the end of an earlier attempt can't be recorded: %s", error)
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.seaweed import SeaweedServer
+# Before anything imports Airflow, which writes its configuration into its home and obeys these variables.
+os.environ["AIRFLOW_HOME"] = str(Path(__file__).parents[1] / ".build" / "airflow")
+for _name in [name for name in os.environ if name.startswith(("AIRFLOW__", "AIRFLOW_CONN_"))]:
+    del os.environ[_name]
+
+from tests.support.seaweed import SeaweedServer  # noqa: E402  see above
 
 
 @pytest.fixture(scope="session")

@@ -57,6 +57,8 @@ def _build_parser() -> _Parser:
     _add_validate(commands)
     _add_status(commands)
     _add_results(commands)
+    _add_verify(commands)
+    _add_cancel(commands)
     return parser
 
 
@@ -82,6 +84,18 @@ def _results(arguments: argparse.Namespace, rest: list[str]) -> int:
     from airflow_vllm_batch.cli.results import results
 
     return results(arguments)
+
+
+def _verify(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from airflow_vllm_batch.cli.verify import verify
+
+    return verify(arguments)
+
+
+def _cancel(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from airflow_vllm_batch.cli.cancel import cancel
+
+    return cancel(arguments)
 
 
 def _add_run(commands: Any) -> None:
@@ -112,9 +126,15 @@ def _add_run(commands: Any) -> None:
     rows.add_argument("--row-retries", type=int, default=3, metavar="N")
     rows.add_argument("--row-timeout", type=float, metavar="S", help="seconds for one answer")
     rows.add_argument("--max-in-flight", type=int, metavar="N", help="default: from the engine's max_num_seqs")
+    rows.add_argument(
+        "--order", choices=("prefix", "input"), default="prefix", help="prefix: rows that begin alike run together"
+    )
     rows.add_argument("--limit", type=int, metavar="N", help="only the first N rows, for a trial")
     tries = run.add_argument_group("tries")
     tries.add_argument("--checkpoint-seconds", type=float, default=10.0, metavar="S")
+    tries.add_argument(
+        "--completion-window", type=float, metavar="S", help="seconds; rows without a result then become expired"
+    )
     tries.add_argument("--overwrite", action="store_true", help="take over the folder of another run")
     tries.add_argument("--restart", action="store_true", help="run every row anew")
     run.set_defaults(handler=_run)
@@ -150,6 +170,27 @@ def _add_results(commands: Any) -> None:
     results.add_argument("--state", metavar="URI", help="folder of the state, for a one-file output")
     results.add_argument("--store", metavar="FILE", help="store settings (JSON)")
     results.set_defaults(handler=_results)
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify", help="read and hash the outputs of a finished run against its manifest", allow_abbrev=False
+    )
+    verify.add_argument("output", metavar="OUTPUT", help="the run's output")
+    verify.add_argument("--state", metavar="URI", help="folder of the state, for a one-file output")
+    verify.add_argument("--store", metavar="FILE", help="store settings (JSON)")
+    verify.set_defaults(handler=_verify)
+
+
+def _add_cancel(commands: Any) -> None:
+    cancel = commands.add_parser(
+        "cancel", help="end the try that runs; rows without a result become cancelled", allow_abbrev=False
+    )
+    cancel.add_argument("output", metavar="OUTPUT", help="the run's output")
+    cancel.add_argument("--reason", metavar="TEXT", help="stands in the error of each cancelled row")
+    cancel.add_argument("--state", metavar="URI", help="folder of the state, for a one-file output")
+    cancel.add_argument("--store", metavar="FILE", help="store settings (JSON)")
+    cancel.set_defaults(handler=_cancel)
 
 
 def _threshold(text: str) -> int | float:

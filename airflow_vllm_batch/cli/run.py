@@ -31,11 +31,12 @@ from airflow_vllm_batch.contract.spec import (
     RowPolicy,
     without_query,
 )
-from airflow_vllm_batch.runner.fingerprint import model_fingerprint
 from airflow_vllm_batch.runner.process import run_spec
 from airflow_vllm_batch.runner.signals import StopSignal, install
 from airflow_vllm_batch.storage.access import Access
 from airflow_vllm_batch.storage.base import ObjectNameError, StorageError
+from airflow_vllm_batch.storage.fingerprint import fingerprints_of
+from airflow_vllm_batch.storage.http import signed_url_expiry
 from airflow_vllm_batch.storage.run_folder import FolderTakenError, RunFolder
 from airflow_vllm_batch.storage.settings import StoreSettingsError
 from airflow_vllm_batch.storage.uris import parse_uri, same_object
@@ -107,7 +108,7 @@ def _draft(arguments: argparse.Namespace, args: dict[str, JsonValue]) -> BatchSp
             raise UsageError(str(error)) from error
     try:
         return BatchSpec(
-            run_key=_new_run_key(output_uri),
+            run_key=_new_run_key(without_query(output_uri)),
             inputs=(InputFile(uri=without_query(input_uri)),),
             output=OutputTarget(uri=without_query(output_uri), state_uri=state if state.endswith("/") else f"{state}/"),
             model=ModelSpec(name=arguments.model, served_names=served_names(args), adapters=adapters(args)),
@@ -124,7 +125,9 @@ def _draft(arguments: argparse.Namespace, args: dict[str, JsonValue]) -> BatchSp
                 row_retries=arguments.row_retries,
                 row_timeout_seconds=arguments.row_timeout,
                 max_in_flight=arguments.max_in_flight,
+                order=arguments.order,
                 checkpoint_seconds=arguments.checkpoint_seconds,
+                completion_window_seconds=arguments.completion_window,
                 limit=arguments.limit,
             ),
             labels={"command": "vllm-batch run", "host": socket.gethostname()},
@@ -148,6 +151,12 @@ async def _prepare(draft: BatchSpec, access: Access, *, restart: bool, overwrite
         raise UsageError(f"the input {source.uri} would be overwritten by the output; choose another output")
     # Before the folder is claimed: a mistyped input leaves no trace.
     found = await access.open_source(source.uri, source.store).info()
+    expiry = signed_url_expiry(access.full_url(draft.output.uri)) if is_one_file(draft.output.uri) else None
+    if expiry is not None and expiry <= datetime.now(UTC):
+        raise StorageError(
+            f"the signed URL of {draft.output.uri} expired at {expiry:%Y-%m-%dT%H:%M:%SZ}: sign one that outlives "
+            "the run"
+        )
     folder = RunFolder(access, draft.output)
     owner = await folder.read_owner()
     run_key = draft.run_key
@@ -190,8 +199,7 @@ async def _finished(folder: RunFolder, spec: BatchSpec) -> Manifest | None:
     manifest = await folder.read_done_manifest()
     if manifest is None or manifest.healable_rows or manifest.state != "completed":
         return None
-    fingerprint = model_fingerprint(spec.model.name, spec.model.revision) if spec.engine.kind == "vllm" else None
-    if manifest.spec_digest != spec.digest(fingerprint):
+    if manifest.spec_digest != spec.digest(*fingerprints_of(spec)):
         return None
     if [source.etag for source in manifest.inputs] != [source.etag for source in spec.inputs]:
         return None

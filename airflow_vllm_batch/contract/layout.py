@@ -111,6 +111,12 @@ class RunLayout:
         found = re.search(r"/attempts/(\d+)(?:-\d+)?\.json$", f"/{name}")
         return int(found[1]) if found else None
 
+    @staticmethod
+    def segment_number(name: str, attempt: int) -> int | None:
+        """Return the sequence number in the name of a segment of this attempt, null for any other name."""
+        found = re.search(r"/segments/(\d+)-\d+-(\d+)\.jsonl\.zst$", f"/{name}")
+        return int(found[2]) if found and int(found[1]) == attempt else None
+
 
 def _shard_suffix(shard: int | None) -> str:
     return "" if shard is None else f"-{shard:05d}"
@@ -145,6 +151,8 @@ class Lease(Document):
     """Counts up with each renewal: a challenger looks for change, and never compares clocks."""
     host: str | None = None
     pid: int | None = None
+    process: str | None = None
+    """Boot, process namespace, pid and start of the holder: a challenger on the same machine sees its death at once."""
     taken_at: datetime
     renewed_at: datetime
     released_at: datetime | None = None

@@ -176,7 +176,13 @@ class Limits(Authored):
     """Only the first so many rows of each input, for a trial."""
     max_row_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     spool_bytes: int | None = Field(default=None, ge=1)
+    """How much of the finished rows may wait on the local disk for storage. Null: until the disk is nearly full."""
+    storage_patience_seconds: float = Field(default=1800.0, ge=0)
+    """How long storage may be away while finished rows, outputs or the manifest wait for it."""
+    lease_seconds: float = Field(default=60.0, gt=0)
+    """A lease that does not change for so long is taken over; its holder renews it four times as often."""
     completion_window_seconds: float | None = Field(default=None, gt=0)
+    """Counted from the start of the first try of the epoch. Rows without a result then become ``expired``."""
     engine_start_timeout_seconds: float = Field(default=1800.0, gt=0)
     engine_stall_seconds: float = Field(default=600.0, gt=0)
     engine_restarts: int = Field(default=5, ge=0)

@@ -65,6 +65,8 @@ class VLLMBatchOperator(BaseOperator):
     :param row_timeout_seconds: how long one answer may take; None has no limit.
     :param max_in_flight: rows in the engine at once; None follows the engine.
     :param checkpoint_seconds: the most work that a killed runner loses.
+    :param completion_window_seconds: how long the batch may take over all its tries; then rows without a result
+        become ``expired``. A clear opens a fresh window; a retry does not.
     :param order: ``prefix`` sends rows with the same beginning together, ``input`` in the file's order. The output
         is in the file's order either way.
     :param limit: only the first so many rows, for a trial.
@@ -114,6 +116,7 @@ class VLLMBatchOperator(BaseOperator):
         row_timeout_seconds: float | None = None,
         max_in_flight: int | None = None,
         checkpoint_seconds: float = 10.0,
+        completion_window_seconds: float | None = None,
         order: Order = "prefix",
         limit: int | None = None,
         seed: int | None = None,
@@ -146,6 +149,7 @@ class VLLMBatchOperator(BaseOperator):
         self.row_timeout_seconds = row_timeout_seconds
         self.max_in_flight = max_in_flight
         self.checkpoint_seconds = checkpoint_seconds
+        self.completion_window_seconds = completion_window_seconds
         self.order = order
         self.limit = limit
         self.seed = seed
@@ -334,6 +338,7 @@ class VLLMBatchOperator(BaseOperator):
             max_in_flight=self.max_in_flight,
             order=self.order,
             checkpoint_seconds=self.checkpoint_seconds,
+            completion_window_seconds=self.completion_window_seconds,
             limit=self.limit,
         )
 

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import logging
 import time
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from airflow_vllm_batch.batchfile.rows import BadRow, Row, Rules
 from airflow_vllm_batch.contract import BatchSpec, ErrorCode, InputFile, Outcome
 from airflow_vllm_batch.contract.manifest import InputRead
 from airflow_vllm_batch.runner.answers import may_ask_for_form
+from airflow_vllm_batch.runner.ordering import NO_BLOCKS, PrefixFile, block_digests, read_prompt
 from airflow_vllm_batch.runner.plan import Plan
 from airflow_vllm_batch.runner.results import ResultWriter
 from airflow_vllm_batch.runner.run_state import RunState
@@ -40,8 +42,11 @@ class Intake:
     """The inputs, decompressed, one after the other."""
     plan: Plan
     results: ResultFile
+    prefixes: PrefixFile
     inputs: list[InputRead] = field(default_factory=list)
     unknown_parameters: Counter[str] = field(default_factory=Counter)
+    order: array[int] = field(default_factory=lambda: array("I"))
+    """Rows that passed the checks, in the order in which they run."""
     runnable: int = 0
     """Rows that passed the checks."""
     asks_for_forms: bool = False
@@ -59,7 +64,8 @@ def open_intake(folder: Path) -> Iterator[Intake]:
         spool = files.enter_context(path.open("wb", buffering=1 << 20))
         plan = files.enter_context(contextlib.closing(Plan(path)))
         results = files.enter_context(contextlib.closing(ResultFile(folder / "results.jsonl")))
-        yield Intake(spool, plan, results)
+        prefixes = files.enter_context(contextlib.closing(PrefixFile(folder / "prefixes")))
+        yield Intake(spool, plan, results, prefixes)
 
 
 async def take_in(
@@ -81,6 +87,9 @@ async def take_in(
     # Bad lines are found anew at every try, so they need no segment.
     intake.results.close_range()
     state.rows = len(intake.plan)
+    # In this thread, while the engine loads in the other one.
+    rows = intake.plan.left()
+    intake.order = intake.prefixes.order(rows) if spec.limits.order == "prefix" else array("I", rows)
     log.info("%s", taking.describe())
 
 
@@ -93,6 +102,7 @@ class _Taking:
         self._state = state
         self._on_runnable = on_runnable
         self._rules = Rules.of(spec)
+        self._by_prefix = spec.limits.order == "prefix"
         self._writer = ResultWriter(spec.run_key, spec.generation)
         self._bad = 0
         self._tally = Tally()
@@ -155,7 +165,11 @@ class _Taking:
             place = plan.add(row.line, base + reading.offset, reading.size)
             if isinstance(row, BadRow):
                 self._refuse(row, place, index)
+                self.intake.prefixes.add(NO_BLOCKS)
             else:
+                if self._by_prefix:
+                    prompt = read_prompt(row.url, row.body)
+                    self.intake.prefixes.add(block_digests(prompt.text), prompt.most_tokens)
                 self.intake.runnable += 1
                 self.intake.asks_for_forms |= may_ask_for_form(row.body)
                 if self.intake.runnable == 1:
@@ -186,7 +200,7 @@ class _Taking:
             epoch=self._spec.epoch,
             result=result,
         )
-        self.intake.plan.record(place, self.intake.results.append(line))
+        self.intake.plan.record(place, self.intake.results.append(line, hold=False))
         self._state.by_outcome[Outcome.INVALID] += 1
         self._state.error_groups.add(code, message, row.custom_id, row.line)
 

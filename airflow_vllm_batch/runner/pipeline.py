@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from airflow_vllm_batch.contract import BatchSpec, ExitCode, Manifest, OutputFile, Phase
 from airflow_vllm_batch.contract.layout import RunLayout, is_one_file
 from airflow_vllm_batch.contract.manifest import Timing
-from airflow_vllm_batch.runner.collect import Collector
+from airflow_vllm_batch.runner.closing import Closing
+from airflow_vllm_batch.runner.collect import Collector, DiskUsage
 from airflow_vllm_batch.runner.engine.base import Engine, EngineInfo
-from airflow_vllm_batch.runner.errors import StoppedError
+from airflow_vllm_batch.runner.errors import RunError, StoppedError
 from airflow_vllm_batch.runner.intake import Intake, open_intake, take_in
 from airflow_vllm_batch.runner.io_thread import IoThread
 from airflow_vllm_batch.runner.merge import Merged, OutputDraft, merge
+from airflow_vllm_batch.runner.patience import Patience
 from airflow_vllm_batch.runner.reuse import reuse_segments
 from airflow_vllm_batch.runner.run_state import RunState, utc_now
 from airflow_vllm_batch.runner.schedule import RestartPolicy, RetryPolicy, Scheduler
+from airflow_vllm_batch.runner.segment_queue import Guard
 from airflow_vllm_batch.runner.signals import StopSignal
 from airflow_vllm_batch.runner.summary import build_manifest
+from airflow_vllm_batch.storage.base import StorageError
+from airflow_vllm_batch.storage.fingerprint import Fingerprints
 from airflow_vllm_batch.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -33,8 +39,14 @@ ValueT = TypeVar("ValueT")
 LAST_CHECKPOINT_SECONDS = 5.0
 """How long a stop waits for the open segment before rows in flight are aborted."""
 DEFAULT_WINDOW = 256
+ROWS_A_TURN = 500
+"""How many rows are closed before the event loop gets a turn."""
 SPARE_ROWS = 1.25
 """The window, as a share of the sequences that run at once: the engine never waits for the next row."""
+
+
+async def _always() -> None:
+    """Let everything be written."""
 
 
 @dataclass
@@ -47,13 +59,18 @@ class Try:
 
     spec: BatchSpec
     spec_digest: str
-    fingerprint: str | None
+    fingerprints: Fingerprints
     attempt: int
     folder: RunFolder
     engine: Engine
     spool: Path
     state: RunState
     stop: StopSignal
+    closing: Closing = field(default_factory=Closing)
+    patience: Patience = field(default_factory=Patience)
+    may_write: Guard = _always
+    """Asked before each segment, output and manifest."""
+    disk_usage: DiskUsage = shutil.disk_usage
     seconds: dict[str, float] = field(default_factory=dict)
     """Part of the run to its seconds, by the names of :class:`Timing`."""
 
@@ -64,18 +81,47 @@ async def run(this: Try) -> tuple[ExitCode, Manifest]:
     :raises InputRejectedError: where the input is refused as a whole.
     :raises RunError: engine, server, stop; what was finished is in storage.
     :raises OSError: storage (``StorageError``, ``FileNotFoundError``) or the local disk.
+    :raises LeaseLostError: where another runner took over; nothing is written any more.
     """
-    stopping = asyncio.Event()
+    stopping, closing = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     this.stop.on_request(lambda: loop.call_soon_threadsafe(stopping.set))
+    this.closing.on_request(lambda: loop.call_soon_threadsafe(closing.set))
+    engine_info: EngineInfo | None = None
     with IoThread() as storage, open_intake(this.spool) as intake:
+        collector = _collector(this, intake, storage)
         try:
-            engine_info = await _unless(stopping, _prepare(this, intake, storage), this.stop)
-            if engine_info is not None:
-                await _run_rows(this, intake, engine_info, storage, stopping)
-        finally:
-            await this.engine.stop()
-        return await _unless(stopping, _finish(this, intake, engine_info, storage), this.stop)
+            try:
+                engine_info = await _unless(stopping, _prepare(this, intake, collector, storage, closing), this.stop)
+                if engine_info is not None:
+                    await _run_rows(this, intake, engine_info, collector, stopping, closing)
+            finally:
+                await this.engine.stop()
+            return await _unless(stopping, _finish(this, intake, engine_info, collector, storage), this.stop)
+        except StoppedError:
+            await _put_what_is_finished(this, collector)
+            raise
+        except (RunError, OSError):
+            # Without the engine: storage may be away for long, and these rows are paid for.
+            await _unless(stopping, collector.flush(), this.stop)
+            raise
+
+
+def _collector(this: Try, intake: Intake, storage: IoThread) -> Collector:
+    return Collector(
+        this.spec,
+        this.spec_digest,
+        this.attempt,
+        intake.plan,
+        intake.results,
+        this.state,
+        this.folder.store,
+        storage.submit,
+        spool=this.spool,
+        patience=this.patience,
+        may_write=this.may_write,
+        disk_usage=this.disk_usage,
+    )
 
 
 async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, ValueT], stop: StopSignal) -> ValueT:
@@ -93,8 +139,13 @@ async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, ValueT], st
         await asyncio.gather(task, waiter, return_exceptions=True)
 
 
-async def _prepare(this: Try, intake: Intake, storage: IoThread) -> EngineInfo | None:
-    """Bring the input here, plan, and load the engine meanwhile where that is sure to be needed."""
+async def _prepare(
+    this: Try, intake: Intake, collector: Collector, storage: IoThread, closing: asyncio.Event
+) -> EngineInfo | None:
+    """Bring the input here, plan, and load the engine meanwhile where that is sure to be needed.
+
+    Returns null where no engine is needed: nothing is left to ask, or the run is to end early.
+    """
     runnable = asyncio.Event()
     loop = asyncio.get_running_loop()
     started = time.monotonic()
@@ -120,17 +171,32 @@ async def _prepare(this: Try, intake: Intake, storage: IoThread) -> EngineInfo |
             await asyncio.wait({taking_in, first}, return_when=asyncio.FIRST_COMPLETED)
             first.cancel()
             if runnable.is_set():
-                engine_info = await _start_engine(this)
+                engine_info = await _engine_unless_closed(this, closing)
         await taking_in
     finally:
         taking_in.cancel()
     this.seconds["stage"] = intake.seconds
     if resumes:
-        await storage.run(_reuse(this, intake))
+        collector.go_on_after(await storage.run(_reuse(this, intake)))
     this.seconds["plan"] = max(0.0, time.monotonic() - started - intake.seconds - this.seconds.get("engine_start", 0.0))
     if engine_info is None and intake.plan.count_left():
-        engine_info = await _start_engine(this)
+        engine_info = await _engine_unless_closed(this, closing)
     return engine_info
+
+
+async def _engine_unless_closed(this: Try, closing: asyncio.Event) -> EngineInfo | None:
+    """Start the engine; null where the run is to end early. An engine that blocks this loop is loaded first."""
+    if closing.is_set():
+        return None
+    starting = asyncio.ensure_future(_start_engine(this))
+    waiter = asyncio.ensure_future(closing.wait())
+    try:
+        await asyncio.wait({starting, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        return starting.result() if starting.done() else None
+    finally:
+        waiter.cancel()
+        starting.cancel()
+        await asyncio.gather(starting, waiter, return_exceptions=True)
 
 
 async def _any_segment(folder: RunFolder, layout: RunLayout) -> bool:
@@ -139,7 +205,8 @@ async def _any_segment(folder: RunFolder, layout: RunLayout) -> bool:
     return False
 
 
-async def _reuse(this: Try, intake: Intake) -> None:
+async def _reuse(this: Try, intake: Intake) -> int:
+    """Take over finished rows; returns the number of the last segment of this attempt."""
     this.state.enter(Phase.PLANNING)
     found = await reuse_segments(
         this.folder.store,
@@ -149,6 +216,7 @@ async def _reuse(this: Try, intake: Intake) -> None:
         run_key=this.spec.run_key,
         spec_digest=this.spec_digest,
         epoch=this.spec.epoch,
+        attempt=this.attempt,
     )
     # Reused rows are in storage already: they open no segment of this try.
     intake.results.close_range()
@@ -157,6 +225,7 @@ async def _reuse(this: Try, intake: Intake) -> None:
     this.state.by_outcome.update(found.by_outcome)
     log.info("%s", found.describe())
     this.state.note(found.describe())
+    return found.sequence
 
 
 async def _start_engine(this: Try) -> EngineInfo:
@@ -172,12 +241,16 @@ async def _start_engine(this: Try) -> EngineInfo:
     return info
 
 
-async def _run_rows(this: Try, intake: Intake, info: EngineInfo, storage: IoThread, stopping: asyncio.Event) -> None:
+async def _run_rows(
+    this: Try,
+    intake: Intake,
+    info: EngineInfo,
+    collector: Collector,
+    stopping: asyncio.Event,
+    closing: asyncio.Event,
+) -> None:
     """Send every row that is left. On a stop the open segment is put first, then rows in flight are aborted."""
     state, plan, limits = this.state, intake.plan, this.spec.limits
-    collector = Collector(
-        this.spec, this.spec_digest, this.attempt, plan, intake.results, state, this.folder.store, storage.submit
-    )
 
     def on_restart(circumstance: str) -> None:
         # What is finished goes to storage first: the load blocks this loop, and may be this process's last deed.
@@ -197,26 +270,20 @@ async def _run_rows(this: Try, intake: Intake, info: EngineInfo, storage: IoThre
         on_in_flight=state.set_in_flight,
         on_restart=on_restart,
     )
-    rows = asyncio.ensure_future(scheduler.run(plan.job(index) for index in plan.left()))
+    rows = asyncio.ensure_future(scheduler.run(plan.job(row) for row in intake.order if plan.result(row) is None))
     checkpoints = asyncio.ensure_future(collector.checkpoint_for_ever())
-    waiter = asyncio.ensure_future(stopping.wait())
-    tasks: set[asyncio.Future[Any]] = {rows, checkpoints, waiter}
+    stopped, closed = asyncio.ensure_future(stopping.wait()), asyncio.ensure_future(closing.wait())
+    tasks: set[asyncio.Future[Any]] = {rows, checkpoints, stopped, closed}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        checkpoints.cancel()
-        try:
-            # Before anything else: these rows are paid for.
-            async with asyncio.timeout(None if rows.done() else LAST_CHECKPOINT_SECONDS):
-                await collector.flush()
-        finally:
-            stats = this.engine.stats()
-            intake.cached_prompt_tokens = stats.cached_prompt_tokens
-        if checkpoints.done() and not checkpoints.cancelled():
-            checkpoints.result()
-        if rows.done():
-            rows.result()
-        if not rows.done():
+        intake.cached_prompt_tokens = this.engine.stats().cached_prompt_tokens
+        for ended in (rows, checkpoints):
+            if ended.done():
+                ended.result()
+        if stopped.done() and not rows.done():
+            await _put_what_is_finished(this, collector)
             raise StoppedError(f"stopped: {this.stop.reason}")
+        collector.checkpoint()
     finally:
         for task in tasks:
             task.cancel()
@@ -224,9 +291,26 @@ async def _run_rows(this: Try, intake: Intake, info: EngineInfo, storage: IoThre
         this.seconds["run"] = time.monotonic() - started
 
 
-async def _finish(this: Try, intake: Intake, info: EngineInfo | None, storage: IoThread) -> tuple[ExitCode, Manifest]:
-    """Merge, upload, and write the manifest last."""
+async def _put_what_is_finished(this: Try, collector: Collector) -> None:
+    """Put the open segment before anything else of a stop: its rows are paid for."""
+    try:
+        async with asyncio.timeout(LAST_CHECKPOINT_SECONDS):
+            await collector.flush()
+    except TimeoutError:
+        raise StoppedError(
+            f"stopped: {this.stop.reason}; {collector.waiting} could not be put within {LAST_CHECKPOINT_SECONDS:g} s, "
+            "so they run again"
+        ) from None
+
+
+async def _finish(
+    this: Try, intake: Intake, info: EngineInfo | None, collector: Collector, storage: IoThread
+) -> tuple[ExitCode, Manifest]:
+    """Give rows that are left their outcome where the run ends early, merge, upload, and write the manifest last."""
     started = time.monotonic()
+    if this.closing.requested:
+        await _close_rows_left(this, intake, collector)
+    await collector.flush()
     this.state.enter(Phase.MERGING)
     intake.results.close_range()
     one_file = is_one_file(this.spec.output.uri)
@@ -234,7 +318,7 @@ async def _finish(this: Try, intake: Intake, info: EngineInfo | None, storage: I
         merge, intake.plan, intake.results, this.spool, one_file=one_file, looks_at_forms=intake.asks_for_forms
     )
     this.state.enter(Phase.UPLOADING)
-    outputs = [await storage.run(_upload(this, draft)) for draft in merged.drafts]
+    outputs = [await storage.run(_persist(this, _upload(this, draft))) for draft in merged.drafts]
     this.seconds["write"] = time.monotonic() - started
     this.seconds["total"] = this.state.seconds
     manifest = await storage.run(_write_manifest(this, intake, info, merged, outputs))
@@ -242,46 +326,81 @@ async def _finish(this: Try, intake: Intake, info: EngineInfo | None, storage: I
     return _exit_code(intake, manifest), manifest
 
 
-async def _upload(this: Try, draft: OutputDraft) -> OutputFile:
-    if draft.role == "all":
-        target = this.folder.access.open_target(this.spec.output.uri, this.spec.output.store)
-        written = await target.put_file(draft.path)
-        uri, etag, status = target.uri, written.etag, written.status
-    else:
-        name = RunLayout.output if draft.role == "output" else RunLayout.errors
-        info = await this.folder.store.put_file(name, draft.path)
-        uri, etag, status = this.folder.store.uri(name), info.etag, None
-    return OutputFile(
-        role=draft.role,
-        uri=uri,
-        lines=draft.lines,
-        bytes=draft.size,
-        etag=etag,
-        sha256=draft.digest.hexdigest(),
-        status=status,
-    )
+async def _close_rows_left(this: Try, intake: Intake, collector: Collector) -> None:
+    """Write every row without a result as expired or cancelled, also to segments: a retry must find it final."""
+    this.state.note(this.closing.message)
+    for count, index in enumerate(intake.plan.left()):
+        collector.collect(this.closing.end_of(intake.plan.job(index)))
+        if count % ROWS_A_TURN == 0:
+            await asyncio.sleep(0)
+
+
+def _upload(this: Try, draft: OutputDraft) -> Callable[[], Awaitable[OutputFile]]:
+    async def upload() -> OutputFile:
+        if draft.role == "all":
+            target = this.folder.access.open_target(this.spec.output.uri, this.spec.output.store)
+            written = await target.put_file(draft.path)
+            uri, etag, status = target.uri, written.etag, written.status
+        else:
+            name = RunLayout.output if draft.role == "output" else RunLayout.errors
+            info = await this.folder.store.put_file(name, draft.path)
+            uri, etag, status = this.folder.store.uri(name), info.etag, None
+        return OutputFile(
+            role=draft.role,
+            uri=uri,
+            lines=draft.lines,
+            bytes=draft.size,
+            etag=etag,
+            sha256=draft.digest.hexdigest(),
+            status=status,
+        )
+
+    return upload
+
+
+async def _persist(this: Try, write: Callable[[], Awaitable[ValueT]]) -> ValueT:
+    """Write under the lease, as often as it takes while storage is away. Every row is in a segment by now."""
+    patience = this.patience
+    if this.spec.output.uri.startswith(("http://", "https://")):
+        # A URL that is refused is not renewed here, and the next try uploads without an engine.
+        patience = replace(patience, refused_seconds=0.0)
+
+    async def under_lease() -> ValueT:
+        await this.may_write()
+        return await write()
+
+    try:
+        return await patience.keep_trying(under_lease, on_failure=lambda error: log.warning("tried again: %s", error))
+    except StorageError as error:
+        raise StorageError(
+            f"{error}. Every row is finished and kept in {this.folder.output.state_uri}: run the same command again "
+            "(with a fresh URL where a signed one was refused), which uploads without starting an engine"
+        ) from error
 
 
 async def _write_manifest(
     this: Try, intake: Intake, info: EngineInfo | None, merged: Merged, outputs: list[OutputFile]
 ) -> Manifest:
-    # A crash before this put leaves outputs that no manifest names: the next try merges and uploads again.
-    manifest = build_manifest(
-        this.spec,
-        spec_digest=this.spec_digest,
-        fingerprint=this.fingerprint,
-        attempt=this.attempt,
-        attempts=len(await this.folder.attempt_numbers()) or 1,
-        intake=intake,
-        info=info,
-        merged=merged,
-        outputs=outputs,
-        state=this.state,
-        timing=Timing(**this.seconds),
-        finished_at=utc_now(),
-    )
-    await this.folder.write_manifest(manifest)
-    return manifest
+    async def write() -> Manifest:
+        manifest = build_manifest(
+            this.spec,
+            spec_digest=this.spec_digest,
+            fingerprints=this.fingerprints,
+            attempt=this.attempt,
+            attempts=len(await this.folder.attempt_numbers()) or 1,
+            intake=intake,
+            info=info,
+            merged=merged,
+            outputs=outputs,
+            state=this.state,
+            timing=Timing(**this.seconds),
+            finished_at=utc_now(),
+        )
+        # A crash before this put leaves outputs that no manifest names: the next try merges and uploads again.
+        await this.folder.write_manifest(manifest)
+        return manifest
+
+    return await _persist(this, write)
 
 
 def _exit_code(intake: Intake, manifest: Manifest) -> ExitCode:

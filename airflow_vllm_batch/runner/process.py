@@ -6,38 +6,45 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from airflow_vllm_batch import __version__
 from airflow_vllm_batch.batchfile.reader import InputRejectedError
 from airflow_vllm_batch.contract import AttemptRecord, BatchSpec, ExitCode, Manifest, Phase
+from airflow_vllm_batch.runner.closing import CloseWatch, Closing
 from airflow_vllm_batch.runner.engine.base import Engine
 from airflow_vllm_batch.runner.engine.echo_engine import EchoEngine
 from airflow_vllm_batch.runner.engine.server_engine import ServerEngine
 from airflow_vllm_batch.runner.engine.vllm_engine import VLLMEngine
 from airflow_vllm_batch.runner.errors import EngineStartError, RunError
-from airflow_vllm_batch.runner.fingerprint import model_fingerprint, names_a_path
+from airflow_vllm_batch.runner.holding import Holding
 from airflow_vllm_batch.runner.log_tail import LogTail
+from airflow_vllm_batch.runner.patience import Patience
 from airflow_vllm_batch.runner.pipeline import Try, run
 from airflow_vllm_batch.runner.reporting import Display, Heartbeat, choose_display
 from airflow_vllm_batch.runner.run_state import RunState, utc_now
 from airflow_vllm_batch.runner.signals import StopSignal
+from airflow_vllm_batch.runner.spool import open_spool
 from airflow_vllm_batch.storage.access import Access
 from airflow_vllm_batch.storage.base import ObjectNameError, StorageError
 from airflow_vllm_batch.storage.compression import CorruptStreamError, compress
+from airflow_vllm_batch.storage.fingerprint import Fingerprints, fingerprints_of, names_a_path
+from airflow_vllm_batch.storage.lease import LeaseHeldError, LeaseLostError
 from airflow_vllm_batch.storage.run_folder import FolderTakenError, RunFolder
 from airflow_vllm_batch.storage.settings import StoreSettingsError
 
 log = logging.getLogger(__name__)
 
+ValueT = TypeVar("ValueT")
+
+BEAT_STORAGE_SECONDS = 10.0
+"""The heartbeat looks for stops and cancel requests too: a store that is away must not keep it for long."""
 LOADING_STOP_SECONDS = 3.0
 """A stop while the engine loads is not heard by the event loop; nothing is open then, so the process just ends."""
 
@@ -69,8 +76,11 @@ def run_spec(spec: BatchSpec, access: Access, stop: StopSignal, *, started_by: s
         def finish(end: End) -> None:
             _complete(folder, spec, attempt, state, end, tail.text(access.secrets()))
 
-        end = _run_guarded(spec, folder, attempt, access, state, stop, tail, finish)
-        finish(end)
+        with Holding(folder, spec, attempt, state, stop) as lease:
+            # An operator's next try waits for its predecessor; a person wants to know that somebody else is at it.
+            waits_on = started_by != "cli"
+            end = _run_guarded(spec, folder, attempt, access, state, stop, tail, lease, finish, waits_on=waits_on)
+            finish(end)
         log.info("runner ends with exit code %s: %s", ExitCode.describe(end.exit_code), end.reason)
     return end
 
@@ -83,21 +93,36 @@ def _run_guarded(
     state: RunState,
     stop: StopSignal,
     tail: LogTail,
+    lease: Holding,
     finish: Callable[[End], None],
+    *,
+    waits_on: bool,
 ) -> End:
-    def end_where_loading_hangs() -> None:
+    closing = Closing()
+    watch = CloseWatch(closing, attempt)
+
+    def leave(words: str) -> None:
+        end = End(ExitCode.HELD, lease.lost) if lease.lost else End(ExitCode.RESUMABLE, f"{words}: {stop.reason}")
+        _leave_at_once(end, finish, lease.release)
+
+    def on_beat() -> None:
         if state.phase is Phase.LOADING and stop.requested_at is not None:
-            if time.monotonic() - stop.requested_at < LOADING_STOP_SECONDS:
-                return
-            _leave_at_once(End(ExitCode.RESUMABLE, f"stopped while the engine was loading: {stop.reason}"), finish)
+            if time.monotonic() - stop.requested_at >= LOADING_STOP_SECONDS:
+                leave("stopped while the engine was loading")
         elif stop.requested_at is not None and time.monotonic() - stop.requested_at > spec.limits.stop_seconds:
-            _leave_at_once(End(ExitCode.RESUMABLE, f"stopped, but not in order: {stop.reason}"), finish)
+            leave("stopped, but not in order")
+        elif state.phase is Phase.LOADING:
+            loading = (utc_now() - state.phase_since).total_seconds()
+            if loading > spec.limits.engine_start_timeout_seconds:
+                stop.request(f"loading for {loading:.0f} s, engine_start_timeout_seconds is over")
+        watch.look(lambda: _at_once(folder.read_cancel()))
 
     def put_progress(raw: bytes) -> None:
-        asyncio.run(folder.store.put(folder.layout.progress(spec.shard), raw))
+        if lease.may_report:
+            _at_once(folder.store.put(folder.layout.progress(spec.shard), raw))
 
     display: Display = choose_display(tail.terminal, time.monotonic)
-    with Heartbeat(state, put_progress, display, on_beat=end_where_loading_hangs), _spool() as spool:
+    with Heartbeat(state, put_progress, display, on_beat=on_beat), open_spool() as spool:
         try:
             log.info(
                 "airflow-provider-vllm-batch %s, run %s, attempt %d, model %s",
@@ -106,34 +131,68 @@ def _run_guarded(
                 attempt,
                 spec.model.name,
             )
-            fingerprint = _fingerprint(spec)
+            lease.acquire(waits_on=waits_on)
+            asyncio.run(_follow(folder, spec, attempt, state, watch))
+            fingerprints = _fingerprints(spec)
             this = Try(
                 spec=spec,
-                spec_digest=spec.digest(fingerprint),
-                fingerprint=fingerprint,
+                spec_digest=spec.digest(fingerprints.model, fingerprints.adapters),
+                fingerprints=fingerprints,
                 attempt=attempt,
                 folder=folder,
                 engine=_engine(spec, access, tail),
                 spool=spool,
                 state=state,
                 stop=stop,
+                closing=closing,
+                patience=Patience(spec.limits.storage_patience_seconds),
+                may_write=lease.confirm,
             )
-            exit_code, manifest = asyncio.run(run(this))
+            return _end_with(*asyncio.run(run(this)))
         except Exception as error:  # noqa: BLE001  becomes the exit code
-            return _end_of(error)
+            # Whatever a runner dies of that was overtaken: another one goes on.
+            return End(ExitCode.HELD, lease.lost) if lease.lost else _end_of(error)
+
+
+def _end_with(exit_code: ExitCode, manifest: Manifest) -> End:
     reason = manifest.verdict.overall.reason
     if exit_code is ExitCode.INPUT_REFUSED:
         reason = f"no line of the input can run; {reason}"
     return End(exit_code, reason, manifest)
 
 
-def _fingerprint(spec: BatchSpec) -> str | None:
-    if spec.model.fingerprint is not None or spec.engine.kind != "vllm":
-        return spec.model.fingerprint
-    found = model_fingerprint(spec.model.name, spec.model.revision)
-    if found is None and names_a_path(spec.model.name):
-        raise EngineStartError(f"the model {spec.model.name!r} is not there: no such file or folder", passing=False)
+async def _follow(folder: RunFolder, spec: BatchSpec, attempt: int, state: RunState, watch: CloseWatch) -> None:
+    """Take up the run where earlier tries left it: their records are completed, their time counts."""
+    try:
+        await folder.record_deaths(before=attempt, shard=spec.shard, now=utc_now())
+    except (StorageError, ValueError) as error:
+        log.warning("the end of an earlier attempt can't be recorded: %s", error)
+    if spec.limits.completion_window_seconds is not None:
+        began_at = await folder.epoch_began_at(spec.epoch, spec.shard) or state.started_at
+        watch.open_window(spec.limits.completion_window_seconds, began_at=began_at, now=utc_now())
+
+
+def _at_once(work: Coroutine[Any, Any, ValueT]) -> ValueT:
+    """Do a small thing with storage from the heartbeat's thread; ``TimeoutError`` where that takes too long."""
+
+    async def bounded() -> ValueT:
+        async with asyncio.timeout(BEAT_STORAGE_SECONDS):
+            return await work
+
+    return asyncio.run(bounded())
+
+
+def _fingerprints(spec: BatchSpec) -> Fingerprints:
+    found = fingerprints_of(spec)
+    if spec.engine.kind == "vllm":
+        for name, fingerprint in {spec.model.name: found.model, **_adapter_places(spec, found)}.items():
+            if fingerprint is None and names_a_path(name):
+                raise EngineStartError(f"{name!r} is not there: no such file or folder", passing=False)
     return found
+
+
+def _adapter_places(spec: BatchSpec, found: Fingerprints) -> dict[str, str | None]:
+    return {adapter.uri: found.adapters[adapter.name] for adapter in spec.model.adapters}
 
 
 def _engine(spec: BatchSpec, access: Access, tail: LogTail) -> Engine:
@@ -166,6 +225,8 @@ def _end_of(error: Exception) -> End:
             return End(ExitCode.USAGE, str(error))
         case StorageError() | FileNotFoundError():
             return End(ExitCode.STORAGE, str(error))
+        case LeaseHeldError() | LeaseLostError():
+            return End(ExitCode.HELD, str(error))
         case OSError():
             return End(ExitCode.LOCAL_DISK, f"the local disk failed: {error}")
     log.error("this is a bug; the run can be resumed", exc_info=error)
@@ -217,28 +278,19 @@ def _complete(folder: RunFolder, spec: BatchSpec, attempt: int, state: RunState,
         log.warning("the end of attempt %d can't be recorded: %s", attempt, error)
 
 
-@contextlib.contextmanager
-def _spool() -> Iterator[Path]:
-    """Give a folder on the local disk (TMPDIR) that is gone afterwards."""
-    path = Path(tempfile.mkdtemp(prefix="vllm-batch-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _log_to_stderr() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
 
 
-def _leave_at_once(end: End, finish: Callable[[End], None]) -> None:
+def _leave_at_once(end: End, finish: Callable[[End], None], release: Callable[[], None]) -> None:
     """End the process from another thread, and every process of the engine with it."""
     finish(end)
     for pid in _descendants(os.getpid()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    release()
     os._exit(end.exit_code)
 
 

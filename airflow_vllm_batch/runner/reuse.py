@@ -32,6 +32,8 @@ class Reuse:
     """Reason to number of rows."""
     set_aside: dict[str, str] = field(default_factory=dict)
     """Name of a segment that can't be used, to why."""
+    sequence: int = 0
+    """The highest number of a segment that this attempt has put already: a process may be started anew under it."""
 
     def describe(self) -> str:
         parts = [f"{self.rows:,} rows of earlier tries are kept"]
@@ -42,7 +44,15 @@ class Reuse:
 
 
 async def reuse_segments(
-    store: Store, layout: RunLayout, plan: Plan, results: ResultFile, *, run_key: str, spec_digest: str, epoch: int
+    store: Store,
+    layout: RunLayout,
+    plan: Plan,
+    results: ResultFile,
+    *,
+    run_key: str,
+    spec_digest: str,
+    epoch: int,
+    attempt: int,
 ) -> Reuse:
     """Record in the plan every row that need not run again, and append its line to the result file.
 
@@ -52,6 +62,8 @@ async def reuse_segments(
     """
     found = Reuse()
     names = [info.name async for info in store.list(layout.segments)]
+    of_this_attempt = (RunLayout.segment_number(name, attempt) for name in names)
+    found.sequence = max((number for number in of_this_attempt if number is not None), default=0)
     for name in reversed(names):
         try:
             header, rows = unpack(await store.get(name))
@@ -78,7 +90,7 @@ def _reuse_row(
     if (reason := _why_not(row, plan, index, spec_digest, epoch)) is not None:
         found.not_used[reason] += 1
         return
-    plan.record(index, results.append(raw))
+    plan.record(index, results.append(raw, hold=False))
     found.rows += 1
     found.by_outcome[Outcome(row.outcome)] += 1
 

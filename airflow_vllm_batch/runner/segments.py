@@ -6,6 +6,7 @@ put whole and never changed, so it is either all there or set aside.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -129,12 +130,28 @@ class Range(NamedTuple):
     start: int
     end: int
     rows: int
+    held: bytes | None = None
+    """The bytes themselves, where the local disk did not take them."""
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    def joins(self, following: Range, most_bytes: int) -> bool:
+        """Whether both can be one range of at most so many bytes."""
+        return (
+            self.held is None
+            and following.held is None
+            and self.end == following.start
+            and following.end - self.start <= most_bytes
+        )
 
 
 class ResultFile:
     """The local file of results, appended row by row; a row is found again by its offset.
 
-    One writer; ranges that were closed may be read from another thread.
+    One writer; ranges that were closed may be read from another thread. The rows of the open range are in memory too,
+    so that a disk that is full loses none of them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,6 +162,7 @@ class ResultFile:
         self.size = 0
         self._open_start = 0
         self._open_rows = 0
+        self._open_lines: list[bytes] = []
 
     @property
     def open_rows(self) -> int:
@@ -155,24 +173,38 @@ class ResultFile:
     def open_bytes(self) -> int:
         return self.size - self._open_start
 
-    def append(self, line: bytes) -> int:
-        """Append a line with its line end and return its offset."""
+    def append(self, line: bytes, *, hold: bool = True) -> int:
+        """Append a line with its line end and return its offset.
+
+        :param hold: whether it is kept in memory until its range is closed; a row that is not put need not be.
+        """
         offset = self.size
-        self._file.write(line)
-        self.size += len(line)
+        if hold:
+            self._open_lines.append(line)
         self._open_rows += 1
+        self.size += len(line)
+        self._file.write(line)
         return offset
 
     def close_range(self) -> Range:
         """End the open range and begin the next one; everything in it can be read from now on."""
         self._file.flush()
         closed = Range(self._open_start, self.size, self._open_rows)
-        self._open_start, self._open_rows = self.size, 0
+        self._begin_range()
         return closed
 
-    def read(self, start: int, end: int) -> bytes:
-        """Return bytes of closed ranges."""
-        return os.pread(self._read_fd, end - start, start)
+    def salvage(self) -> Range:
+        """End the open range although the disk did not take it; nothing can be appended afterwards."""
+        closed = Range(self._open_start, self.size, self._open_rows, b"".join(self._open_lines))
+        self._begin_range()
+        return closed
+
+    def _begin_range(self) -> None:
+        self._open_start, self._open_rows, self._open_lines = self.size, 0, []
+
+    def read(self, closed: Range) -> bytes:
+        """Return the bytes of a closed range."""
+        return os.pread(self._read_fd, closed.size, closed.start) if closed.held is None else closed.held
 
     def read_line(self, offset: int) -> bytes:
         """Return the line that begins at an offset, without its line end."""
@@ -181,6 +213,7 @@ class ResultFile:
         return self._reader.readline()[:-1]
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what the disk did not take is not needed any more
+            self._file.close()
         os.close(self._read_fd)
         self._reader.close()

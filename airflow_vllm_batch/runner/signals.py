@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -34,7 +35,8 @@ class StopSignal:
         self.reason = reason
         self.requested_at = time.monotonic()
         for waker in list(self._wakers):
-            waker()
+            with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits any more
+                waker()
 
     def on_request(self, waker: Callable[[], object]) -> None:
         """Call ``waker`` at the request, or now where it was made; it must be quick and thread-safe."""

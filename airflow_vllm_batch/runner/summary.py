@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from airflow_vllm_batch import __version__
-from airflow_vllm_batch.contract import BatchSpec, Manifest, OutputFile
+from airflow_vllm_batch.contract import BatchSpec, Manifest, Outcome, OutputFile, Usage
 from airflow_vllm_batch.contract.judgement import verdict
 from airflow_vllm_batch.contract.manifest import (
     Cost,
@@ -21,13 +21,14 @@ from airflow_vllm_batch.runner.engine.base import EngineInfo
 from airflow_vllm_batch.runner.intake import Intake
 from airflow_vllm_batch.runner.merge import Merged
 from airflow_vllm_batch.runner.run_state import RunState
+from airflow_vllm_batch.storage.fingerprint import Fingerprints
 
 
 def build_manifest(
     spec: BatchSpec,
     *,
     spec_digest: str,
-    fingerprint: str | None,
+    fingerprints: Fingerprints,
     attempt: int,
     attempts: int,
     intake: Intake,
@@ -38,27 +39,25 @@ def build_manifest(
     timing: Timing,
     finished_at: datetime,
 ) -> Manifest:
-    """Return the manifest of a completed run.
+    """Return the manifest of a run of which every row is in a file.
 
     :param info: null where no engine was needed in this try.
     """
-    usage = merged.usage
-    if usage is not None and usage.cached_prompt_tokens is None:
-        usage = usage.model_copy(update={"cached_prompt_tokens": intake.cached_prompt_tokens})
-    devices = (info.hardware.gpu_count if info and info.hardware else None) or 0
-    gpu_seconds = devices * ((timing.engine_start or 0.0) + (timing.run or 0.0)) if devices else None
+    gpu_seconds = _gpu_seconds(info, timing)
+    manifest_state = _state(merged)
     return Manifest(
         run_key=spec.run_key,
         generation=spec.generation,
         attempt=attempt,
         epoch=spec.epoch,
         spec_digest=spec_digest,
-        state=ManifestState.COMPLETED,
+        state=manifest_state,
         verdict=verdict(
             merged.counts,
             merged.counts_per_input,
             spec.policy,
             bad_answers_per_input=merged.bad_answers_per_input,
+            state=manifest_state,
             judged_at=finished_at,
             judged_by="runner",
         ),
@@ -70,7 +69,7 @@ def build_manifest(
         answers=merged.answers.document(),
         bad_answers_per_input=merged.bad_answers_per_input,
         unknown_parameters=dict(intake.unknown_parameters),
-        usage=usage,
+        usage=_usage(merged, intake),
         timing=timing,
         throughput=_throughput(state, timing),
         timeline=state.timeline(),
@@ -83,8 +82,8 @@ def build_manifest(
         model=ModelIdentity(
             name=spec.model.name,
             served_names=list(info.served_names if info else spec.model.accepted_names),
-            fingerprint=fingerprint,
-            adapters={adapter.name: adapter.fingerprint for adapter in spec.model.adapters},
+            fingerprint=fingerprints.model,
+            adapters=dict(fingerprints.adapters),
         ),
         seed=spec.seed,
         engine=info.values if info else {},
@@ -92,6 +91,26 @@ def build_manifest(
         started_at=state.started_at,
         finished_at=finished_at,
     )
+
+
+def _state(merged: Merged) -> ManifestState:
+    """Return what the files say: also a try that only merges what a cancelled one left is a cancelled one."""
+    by_outcome = merged.counts.by_outcome
+    if by_outcome.get(Outcome.CANCELLED):
+        return ManifestState.CANCELLED
+    return ManifestState.EXPIRED if by_outcome.get(Outcome.EXPIRED) else ManifestState.COMPLETED
+
+
+def _usage(merged: Merged, intake: Intake) -> Usage | None:
+    usage = merged.usage
+    if usage is not None and usage.cached_prompt_tokens is None:
+        return usage.model_copy(update={"cached_prompt_tokens": intake.cached_prompt_tokens})
+    return usage
+
+
+def _gpu_seconds(info: EngineInfo | None, timing: Timing) -> float | None:
+    devices = (info.hardware.gpu_count if info and info.hardware else None) or 0
+    return devices * ((timing.engine_start or 0.0) + (timing.run or 0.0)) if devices else None
 
 
 def _throughput(state: RunState, timing: Timing) -> Throughput | None:

@@ -16,8 +16,19 @@ class StorageError(OSError):
     """Storage refused or could not be reached. The message says which object, what was tried and what to do."""
 
 
+class StorageRefusedError(StorageError):
+    """Storage answered, and said no: permission, credentials, quota, a full disk, a missing bucket.
+
+    Somebody has to change something, so waiting helps less than after any other ``StorageError``.
+    """
+
+
 class StateUnreadableError(StorageError):
     """Whether an object exists can't be told: not the same as its absence."""
+
+
+class StateRefusedError(StateUnreadableError, StorageRefusedError):
+    """Whether an object exists can't be told, since we may not look."""
 
 
 class ObjectNameError(ValueError):

@@ -22,7 +22,14 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import aiohttp
 from yarl import URL
 
-from airflow_vllm_batch.storage.base import ObjectChangedError, SourceInfo, StateUnreadableError, StorageError, Written
+from airflow_vllm_batch.storage.base import (
+    ObjectChangedError,
+    SourceInfo,
+    StateUnreadableError,
+    StorageError,
+    StorageRefusedError,
+    Written,
+)
 from airflow_vllm_batch.storage.settings import HttpSettings, StoreSettingsError
 from airflow_vllm_batch.storage.uris import not_found_hint
 
@@ -147,7 +154,7 @@ class _HttpObject:
             raise FileNotFoundError(errno.ENOENT, f"{said}{not_found_hint(urlsplit(self._uri).path)}", self._uri)
         if reply.status in _PASSING:
             raise _PassingError(StateUnreadableError(said), reply.headers.get("Retry-After"))
-        raise StorageError(f"{said}{self._advice(reply.status)}")
+        raise StorageRefusedError(f"{said}{self._advice(reply.status)}")
 
     def _advice(self, status: int) -> str:
         if status in {401, 403, 404, 410}:

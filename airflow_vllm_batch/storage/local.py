@@ -25,8 +25,10 @@ from airflow_vllm_batch.storage.base import (
     ObjectChangedError,
     ObjectExistsError,
     ObjectInfo,
+    StateRefusedError,
     StateUnreadableError,
     StorageError,
+    StorageRefusedError,
 )
 from airflow_vllm_batch.storage.probing import probe_conditions
 from airflow_vllm_batch.storage.uris import LOCAL_PRIVATE_PREFIX, check_object_name
@@ -36,6 +38,13 @@ LEFTOVER_SECONDS = 24 * 3600.0
 _LOCK_NAME = f"{LOCAL_PRIVATE_PREFIX}lock"
 _TEMPORARY_PREFIX = f"{LOCAL_PRIVATE_PREFIX}put-"
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
+_REFUSALS = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        *(errno.EACCES, errno.EPERM, errno.EROFS),
+        *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+    }
+)
 
 # flock on NFS is a lock of the process: threads of one process exclude each other here.
 _THREADS = threading.Lock()
@@ -164,7 +173,8 @@ class LocalStore:
         except StorageError:
             raise
         except OSError as error:
-            raise StateUnreadableError(f"can't {what} {self.uri(name)}: {error.strerror or error}") from error
+            kind = StateRefusedError if error.errno in _REFUSALS else StateUnreadableError
+            raise kind(f"can't {what} {self.uri(name)}: {error.strerror or error}") from error
 
     async def _write(
         self, name: str, fill: Callable[[BinaryIO], object], check: Callable[[], ObjectInfo | None]
@@ -201,7 +211,8 @@ class LocalStore:
         except StorageError:
             raise
         except OSError as error:
-            raise StorageError(f"can't write {self.uri(name)}: {error.strerror or error}{_advice(error)}") from error
+            kind = StorageRefusedError if error.errno in _REFUSALS else StorageError
+            raise kind(f"can't write {self.uri(name)}: {error.strerror or error}{_advice(error)}") from error
 
 
 def _always() -> None:

@@ -31,8 +31,10 @@ from airflow_vllm_batch.storage.base import (
     ObjectExistsError,
     ObjectInfo,
     ObjectNameError,
+    StateRefusedError,
     StateUnreadableError,
     StorageError,
+    StorageRefusedError,
 )
 from airflow_vllm_batch.storage.clients import ObstoreClient
 from airflow_vllm_batch.storage.probing import probe_conditions
@@ -209,7 +211,9 @@ class ObjectStore:
     def _translated(self, what: str, name: str) -> Iterator[None]:
         """Turn the library's exceptions into ours. A read that fails leaves it open whether the object exists."""
         uri = self.uri(name)
-        failure = StateUnreadableError if what in {"look at", "read", "list"} else StorageError
+        reads = what in {"look at", "read", "list"}
+        failure = StateUnreadableError if reads else StorageError
+        refusal = StateRefusedError if reads else StorageRefusedError
         try:
             yield
         except ObjectNameError:
@@ -219,18 +223,18 @@ class ObjectStore:
             if what in {"look at", "read", "delete"}:
                 hint = not_found_hint(name)
                 raise FileNotFoundError(errno.ENOENT, f"no such object, or no such bucket{hint}", uri) from error
-            raise failure(f"can't {what} {uri!r}: the bucket or container does not exist; create it first") from error
+            raise refusal(f"can't {what} {uri!r}: the bucket or container does not exist; create it first") from error
         except AlreadyExistsError as error:
             raise ObjectExistsError(f"{uri!r} exists already") from _shorten(error)
         except PreconditionError as error:
             raise ObjectChangedError(f"{uri!r} was replaced meanwhile: its ETag is another one") from _shorten(error)
         except PermissionDeniedError as error:
-            raise failure(
+            raise refusal(
                 f"can't {what} {uri!r}: permission denied ({_shorten(error)}). The credentials may have expired, may "
                 "be wrong for this endpoint, or lack the right for this bucket and prefix"
             ) from error
         except UnauthenticatedError as error:
-            raise failure(
+            raise refusal(
                 f"can't {what} {uri!r}: no valid credentials ({_shorten(error)}). Give keys in the store file or "
                 "connection, or a role to the pod or host"
             ) from error

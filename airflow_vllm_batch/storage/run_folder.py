@@ -14,6 +14,8 @@ from airflow_vllm_batch.contract import (
     AttemptRecord,
     BatchSpec,
     CancelRequest,
+    ExitCode,
+    Lease,
     Manifest,
     OutputTarget,
     Progress,
@@ -186,13 +188,16 @@ class RunFolder:
             return started
 
     async def complete_attempt(self, number: int, shard: int | None = None, **changes: Any) -> AttemptRecord | None:
-        """Fill in the end of a try, unless it is filled in; returns the record, null where there is none."""
+        """Fill in the end of a try, unless it is filled in; returns the record, null where there is none.
+
+        An end without an exit code was only presumed by another try: whoever knows the code knows better.
+        """
         name = self.layout.attempt(number, shard)
         raw = await self._get(name)
         if raw is None:
             return None
         record = AttemptRecord.read(raw, self.store.uri(name))
-        if record.ended:
+        if record.ended and (record.exit_code is not None or changes.get("exit_code") is None):
             return record
         completed = AttemptRecord.model_validate({**record.model_dump(), **changes})
         await self.store.put(name, completed.to_bytes())
@@ -209,8 +214,27 @@ class RunFolder:
         return AttemptRecord.read(raw, self.store.uri(name)) if raw is not None else None
 
     async def newest_attempt(self) -> AttemptRecord | None:
-        numbers = await self.attempt_numbers()
-        return await self.read_attempt(numbers[-1]) if numbers else None
+        """Return the newest try that got hold of the run; one that left since another held it says nothing of it."""
+        newest = None
+        for number in reversed(await self.attempt_numbers()):
+            record = await self.read_attempt(number)
+            newest = newest or record
+            if record is not None and record.exit_code != ExitCode.HELD:
+                return record
+        return newest
+
+    async def record_deaths(self, *, before: int, shard: int | None = None, now: datetime) -> None:
+        """Complete the records of earlier tries that left none: only who holds the run knows that they are dead."""
+        for number in await self.attempt_numbers():
+            if number < before:
+                await self.complete_attempt(
+                    number, shard, ended_at=now, reason="ended without a word; found by a later try", final=False
+                )
+
+    async def epoch_began_at(self, epoch: int, shard: int | None = None) -> datetime | None:
+        """Return when the first try of an epoch started; null where no try of it is on record."""
+        records = [await self.read_attempt(number, shard) for number in await self.attempt_numbers()]
+        return min((record.started_at for record in records if record and record.epoch == epoch), default=None)
 
     async def read_progress(self, shard: int | None = None) -> Progress | None:
         """Return what the runner last said of itself; null where it said nothing that can be read.
@@ -225,6 +249,20 @@ class RunFolder:
             return Progress.read(raw, self.store.uri(name))
         except ValueError:
             return None
+
+    async def read_lease(self, shard: int | None = None) -> Lease | None:
+        """Return the lease as it stands; null where there is none that can be read."""
+        name = self.layout.lease(shard)
+        raw = await self._get(name)
+        if raw is None:
+            return None
+        try:
+            return Lease.read(raw, self.store.uri(name))
+        except ValueError:
+            return None
+
+    async def write_cancel(self, request: CancelRequest) -> None:
+        await self.store.put(self.layout.cancel, request.to_bytes())
 
     async def read_cancel(self) -> CancelRequest | None:
         raw = await self._get(self.layout.cancel)

@@ -32,7 +32,7 @@ def test_a_run_says_what_came_out_and_where_it_lies(folder: Path) -> None:
     assert "model_mismatch" in out
     assert [row["custom_id"] for row in read_rows(folder / "out" / "output.jsonl")] == ["a", "b"]
     assert [row["custom_id"] for row in read_rows(folder / "out" / "errors.jsonl")] == ["c"]
-    assert "3 of 3 rows (100%)" in err
+    assert "3 of 3 rows (100.0%)" in err
 
 
 def test_more_failures_than_allowed_is_exit_3_and_everything_is_written(folder: Path) -> None:

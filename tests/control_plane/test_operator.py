@@ -65,6 +65,7 @@ async def one_row(run: FakeRun) -> int:
         ({"max_in_flight": 0}, "max_in_flight: Input should be greater than or equal to 1"),
         ({"limit": 0}, "limit: "),
         ({"checkpoint_seconds": 0}, "checkpoint_seconds: "),
+        ({"completion_window_seconds": 0}, "completion_window_seconds: "),
         ({"poll_interval": 0}, "poll_interval must be a number of seconds above 0"),
         ({"worker": "a100"}, "worker must be a worker such as LocalWorker(), got 'a100'"),
         ({"deferrable": True}, "deferrable=True: a LocalWorker runs beside the task"),

@@ -12,6 +12,7 @@ from airflow_vllm_batch.batchfile.reader import InputRejectedError
 from airflow_vllm_batch.contract import ErrorCode, ExitCode, ModelSpec, Outcome, OutputTarget
 from airflow_vllm_batch.runner.engine.base import Reply
 from airflow_vllm_batch.runner.errors import EngineDownError, ServerRefusesError, StoppedError
+from airflow_vllm_batch.runner.patience import Patience
 from airflow_vllm_batch.runner.signals import StopSignal
 from airflow_vllm_batch.storage.base import StorageError
 from tests.support.runs import LocalRun, ScriptedEngine, answer, chat
@@ -354,7 +355,7 @@ async def test_segments_that_can_not_be_put_end_the_run_before_an_output_is_writ
 
     engine.script = script
     with pytest.raises(StorageError):
-        await run.run(engine)
+        await run.run(engine, patience=Patience(seconds=0))
     assert not (run.output / "output.jsonl").exists()
 
 

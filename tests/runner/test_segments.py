@@ -107,5 +107,5 @@ def test_a_result_is_found_again_by_its_offset(tmp_path: Path) -> None:
     assert [results.read_line(offset) for offset in reversed(offsets)] == [
         b"%d%s" % (number, b"x" * number) for number in reversed(range(100))
     ]
-    assert (first.rows, second.rows, results.read(second.start, second.end)) == (100, 1, b"last\n")
+    assert (first.rows, second.rows, results.read(second)) == (100, 1, b"last\n")
     results.close()

@@ -19,9 +19,12 @@ from airflow_vllm_batch.runner.pipeline import Try, run
 from airflow_vllm_batch.runner.run_state import RunState
 from airflow_vllm_batch.runner.signals import StopSignal
 from airflow_vllm_batch.storage.access import Access
+from airflow_vllm_batch.storage.base import Store
+from airflow_vllm_batch.storage.fingerprint import Fingerprints
 from airflow_vllm_batch.storage.run_folder import RunFolder
 
 MODEL = "m"
+_PARTS_OF_A_TRY = frozenset({"closing", "patience", "may_write", "disk_usage"})
 
 
 def chat(custom_id: str, content: str = "hello", **body: Any) -> dict[str, Any]:
@@ -144,10 +147,17 @@ class LocalRun:
     def folder(self, spec: BatchSpec | None = None) -> RunFolder:
         return RunFolder(Access.ambient(), (spec or self.spec()).output)
 
-    async def run(self, engine: Any, *, stop: StopSignal | None = None, **changes: Any) -> tuple[ExitCode, Manifest]:
-        """Make one try; keywords change the spec, its policy or its limits."""
+    async def run(
+        self, engine: Any, *, stop: StopSignal | None = None, store: Store | None = None, **changes: Any
+    ) -> tuple[ExitCode, Manifest]:
+        """Make one try; keywords change the try, or the spec, its policy or its limits.
+
+        :param store: to use instead of the local disk that the spec names, for everything but the input.
+        """
+        parts = {name: changes.pop(name) for name in list(changes) if name in _PARTS_OF_A_TRY}
         spec = self.spec(**changes)
         folder = self.folder(spec)
+        folder.store = store or folder.store
         await folder.claim(
             spec.run_key, epoch=0, restart=False, overwrite=False, created_by="test", now=datetime.now(UTC)
         )
@@ -158,13 +168,14 @@ class LocalRun:
             Try(
                 spec=spec,
                 spec_digest=spec.digest(),
-                fingerprint=None,
+                fingerprints=Fingerprints(None, {}),
                 attempt=self._tries,
                 folder=folder,
                 engine=engine,
                 spool=spool,
                 state=RunState(spec.run_key, spec.generation, self._tries),
                 stop=stop or StopSignal(),
+                **parts,
             )
         )
 

@@ -21,6 +21,10 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
+from airflow_vllm_batch.storage.access import Access
+from airflow_vllm_batch.storage.base import Store
+from airflow_vllm_batch.storage.settings import S3Settings, StoreFile
+
 READY_SECONDS = 60.0
 
 
@@ -89,6 +93,17 @@ class SeaweedServer:
 
     def create_bucket(self, name: str) -> None:
         self._boto().create_bucket(Bucket=name)
+
+    def open_folder(self, bucket: str, prefix: str) -> Store:
+        """Return a folder as the code under test opens it."""
+        settings = S3Settings(
+            access_key_id=self.access_key_id,
+            secret_access_key=self.secret_access_key,
+            endpoint_url=self.endpoint_url,
+            region=self.region,
+        )
+        access = Access.from_document(StoreFile(stores={"output": settings}))
+        return access.open_folder(f"s3://{bucket}/{prefix}/", "output")
 
     def put_raw(self, bucket: str, key: str, data: bytes) -> None:
         """Put an object under a key that the code under test refuses, such as the marker ``folder/``."""

@@ -5,8 +5,30 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import NamedTuple
+
+from airflow_vllm_batch.contract import BatchSpec
 
 HUB_FOLDER = "models--"
+
+
+class Fingerprints(NamedTuple):
+    """Of a spec's model and adapters; null where one can't be told here, such as a hub model that is not cached yet."""
+
+    model: str | None
+    adapters: dict[str, str | None]
+    """By adapter name."""
+
+
+def fingerprints_of(spec: BatchSpec) -> Fingerprints:
+    """Return what identifies the weights that a spec names, as this machine sees them."""
+    model = spec.model
+    if spec.engine.kind != "vllm":
+        return Fingerprints(model.fingerprint, {adapter.name: adapter.fingerprint for adapter in model.adapters})
+    return Fingerprints(
+        model.fingerprint or model_fingerprint(model.name, model.revision),
+        {adapter.name: adapter.fingerprint or model_fingerprint(adapter.uri) for adapter in model.adapters},
+    )
 
 
 def model_fingerprint(name: str, revision: str | None = None) -> str | None:
