@@ -13,6 +13,8 @@ from airflow_vllm_batch.contract import ExitCode
 from airflow_vllm_batch.contract.spec import Adapter
 
 Mode = Literal["full", "sample", "off"]
+StageInput = Literal["auto", "always", "never"]
+"""Which inputs are copied into the run folder before the start."""
 """How much of the input is checked before the start."""
 
 _OWN_ARGUMENTS: Final = {

@@ -13,14 +13,16 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from airflow_vllm_batch import preflight
-from airflow_vllm_batch.arguments import Mode, Refusal, check_model
+from airflow_vllm_batch import input_copy, preflight
+from airflow_vllm_batch.arguments import Mode, Refusal, StageInput, check_model
 from airflow_vllm_batch.connections import expires_at
 from airflow_vllm_batch.contract import AttemptRecord, BatchSpec, ExitCode, Manifest, Verdict
 from airflow_vllm_batch.contract.layout import RunLayout
 from airflow_vllm_batch.exceptions import BatchStoppedError, VLLMBatchError, VLLMBatchFailedError
+from airflow_vllm_batch.input_copy import InputCopy
 from airflow_vllm_batch.judging import (
     Next,
     Places,
@@ -64,6 +66,7 @@ class Plan:
     restart: bool
     overwrite: bool
     preflight: Mode
+    stage_input: StageInput
     poll_interval: float
     created_by: str
     airflow_try: int | None = None
@@ -225,15 +228,37 @@ class OneTry:
                 "labels": {**self._spec.labels, preflight.LABEL: plan.preflight},
             }
         )
+        with input_copy.scratch_folder() as scratch:
+            await self._check_and_copy(folder, stored, scratch)
+
+    async def _check_and_copy(self, folder: RunFolder, stored: BatchSpec | None, scratch: Path) -> None:
+        """Check the rows, and copy inputs that the worker can't read, in one pass over each where that is possible."""
+        plan, spec = self._plan, self._spec
+        wanted = input_copy.wanted(plan.stage_input, spec.inputs, worker_reads_them=plan.worker.reads_inputs)
+        before = stored.inputs if stored is not None and len(stored.inputs) == len(spec.inputs) else None
+        kept = [
+            index
+            for index in wanted
+            if before and await input_copy.still_there(folder, before[index], spec.inputs[index])
+        ]
+        copies = {index: InputCopy(folder, index, scratch) for index in wanted if index not in kept}
         if plan.preflight == "off":
             log.info("preflight is off: the rows are checked by the runner")
-        elif preflight.already_checked(stored, self._spec, plan.preflight):
+        elif preflight.already_checked(stored, spec, plan.preflight):
             log.info("the input is unchanged since it was checked: not checked again")
         else:
-            found = await preflight.check_rows(self._spec, self._access, plan.preflight)
+            found = await preflight.check_rows(spec, self._access, plan.preflight, copies=copies)
             for warning in found.warnings:
                 log.warning("%s", warning)
             log.info("input checked: %s", found.describe())
+            copies = {}
+        for index, copy in copies.items():
+            await input_copy.copy_whole(copy, self._access, spec.inputs[index])
+        inputs = [
+            source.model_copy(update={"staged": folder.layout.staged_input(index) if index in wanted else None})
+            for index, source in enumerate(spec.inputs)
+        ]
+        self._spec = spec.model_copy(update={"inputs": tuple(inputs)})
 
     # The runner
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -19,6 +19,7 @@ from airflow_vllm_batch.arguments import Mode, Refusal
 from airflow_vllm_batch.batchfile import Checker, InputRejectedError, Row, Rules, Tally, ascan
 from airflow_vllm_batch.contract import BatchSpec, ExitCode, InputFile
 from airflow_vllm_batch.contract.judgement import allowed_rows
+from airflow_vllm_batch.input_copy import InputCopy
 from airflow_vllm_batch.storage.access import Access
 from airflow_vllm_batch.storage.base import StorageError
 from airflow_vllm_batch.storage.compression import CorruptStreamError, decompress
@@ -157,18 +158,20 @@ async def check_rows(
     access: Access,
     mode: Mode,
     *,
+    copies: Mapping[int, InputCopy] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RowsFound:
     """Check every line of every input while it streams by.
 
+    :param copies: inputs, by their index, that are copied on the way; put once the whole input was read.
     :raises Refusal: where the policy lets nothing run: a bad line under ``strict``, no line that can run, or more bad
         lines than rows may fail.
     :raises FileNotFoundError, StorageError: from the source.
     """
     found = RowsFound()
-    for source in spec.inputs:
+    for index, source in enumerate(spec.inputs):
         try:
-            tally = await _check_input(spec, access, source, mode, found, clock)
+            tally = await _check_input(spec, access, source, mode, found, clock, (copies or {}).get(index))
         except InputRejectedError as error:
             raise Refusal(ExitCode.INPUT_REFUSED, f"input refused: {source.uri}: {error.message}") from error
         except CorruptStreamError as error:
@@ -194,6 +197,7 @@ async def _check_input(
     mode: Mode,
     found: RowsFound,
     clock: Callable[[], float],
+    copy: InputCopy | None,
 ) -> Tally:
     bounds = [bound for bound in (spec.limits.limit, SAMPLE_ROWS if mode == "sample" else None) if bound is not None]
     most = min(bounds, default=None)
@@ -201,6 +205,8 @@ async def _check_input(
     said_at = clock()
     opened = access.open_source(source.uri, source.store)
     chunks = decompress(opened.stream(etag=source.etag), source.uri)
+    if copy is not None:
+        chunks = copy.tee(chunks)
     async for row in ascan(chunks, Checker(Rules.of(spec)), tally):
         if isinstance(row, Row) and _needs_tool_parser(row):
             found.need_tool_parser += 1
@@ -210,6 +216,10 @@ async def _check_input(
         if tally.requests % 1000 == 0 and (now := clock()) - said_at >= _SAY_EVERY_SECONDS:
             said_at = now
             log.info("checking %s: %s rows so far, %s bad", source.uri, f"{tally.requests:,}", tally.errors.total())
+    if copy is not None:
+        async for _ in chunks:  # a sample or a trial looks at the first rows, a copy has them all
+            pass
+        await copy.put()
     return tally
 
 

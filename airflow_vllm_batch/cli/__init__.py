@@ -123,6 +123,12 @@ def _add_run(commands: Any) -> None:
     rows.add_argument(
         "--allowed-failures", type=_threshold, default=0, metavar="X", help="a count (3) or a share (0.01); default 0"
     )
+    rows.add_argument(
+        "--bad-answers",
+        choices=("count", "fail"),
+        default="count",
+        help="fail: an answer that is empty, or not the JSON that its row asked for, counts as a failure",
+    )
     rows.add_argument("--row-retries", type=int, default=3, metavar="N")
     rows.add_argument("--row-timeout", type=float, metavar="S", help="seconds for one answer")
     rows.add_argument("--max-in-flight", type=int, metavar="N", help="default: from the engine's max_num_seqs")

@@ -120,6 +120,7 @@ def _draft(arguments: argparse.Namespace, args: dict[str, JsonValue]) -> BatchSp
                 unknown_parameters=arguments.unknown_parameters,
                 allow_parameters=tuple(arguments.allow_parameter),
                 allowed_failures=arguments.allowed_failures,
+                bad_answers=arguments.bad_answers,
             ),
             limits=Limits(
                 row_retries=arguments.row_retries,

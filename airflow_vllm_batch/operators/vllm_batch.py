@@ -11,7 +11,7 @@ from airflow.sdk.log import mask_secret
 from pydantic import JsonValue, ValidationError
 
 from airflow_vllm_batch import config
-from airflow_vllm_batch.arguments import Mode, Refusal, adapters, engine_arguments, served_names
+from airflow_vllm_batch.arguments import Mode, Refusal, StageInput, adapters, engine_arguments, served_names
 from airflow_vllm_batch.connections import BY_SCHEME
 from airflow_vllm_batch.contract import BatchSpec, EngineSpec, ExitCode, ModelSpec, RowPolicy
 from airflow_vllm_batch.contract.spec import Limits, check_threshold
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _URI_FIELDS = ("input_uri", "output_uri", "state_uri")
 EngineKind = Literal["vllm", "echo"]
 BadLines = Literal["isolate", "strict"]
+BadAnswers = Literal["count", "fail"]
 UnknownParameters = Literal["error", "warn", "allow"]
 Order = Literal["prefix", "input"]
 
@@ -60,6 +61,9 @@ class VLLMBatchOperator(BaseOperator):
     :param unknown_parameters: what a body key that nobody knows is: an error, a warning, or nothing.
     :param allow_parameters: body keys that are admitted although they are unknown or refused by name.
     :param allowed_failures: how many rows may fail: an int is a number of rows, a float a share of them.
+    :param bad_answers: ``fail`` counts an answer that is empty, or that misses the JSON or the schema which its row
+        asked for, as a failed row; ``count`` only reports it. Rows are never altered.
+    :param allowed_media_domains: the only hosts that rows may name media of; None admits every public one.
     :param run_anyway: start the engine even where bad lines alone are more than that.
     :param row_retries: how often a row is sent again within a try.
     :param row_timeout_seconds: how long one answer may take; None has no limit.
@@ -74,6 +78,8 @@ class VLLMBatchOperator(BaseOperator):
     :param resume: False runs every row anew once per clear; a retry still goes on where the try before it stopped.
     :param overwrite: take over an output folder of another run.
     :param preflight: how much of the input is checked before the start: ``full``, ``sample``, ``off``.
+    :param stage_input: ``auto`` copies an input that the worker can't read (a local file, a URL) into the run folder
+        during the check, ``always`` every input, ``never`` none.
     :param poll_interval: seconds between two looks at the runner; by default ``[vllm_batch] poll_interval``.
     :param echo_delay_seconds: how long an answer of the ``echo`` engine takes.
     :param deferrable: whether to wait in the triggerer, which needs a worker that can; by default
@@ -111,6 +117,8 @@ class VLLMBatchOperator(BaseOperator):
         unknown_parameters: UnknownParameters = "error",
         allow_parameters: Sequence[str] = (),
         allowed_failures: int | float = 0,
+        bad_answers: BadAnswers = "count",
+        allowed_media_domains: Sequence[str] | None = None,
         run_anyway: bool = False,
         row_retries: int = 3,
         row_timeout_seconds: float | None = None,
@@ -123,6 +131,7 @@ class VLLMBatchOperator(BaseOperator):
         resume: bool = True,
         overwrite: bool = False,
         preflight: Mode = "full",
+        stage_input: StageInput = "auto",
         poll_interval: float | None = None,
         echo_delay_seconds: float = 0.0,
         deferrable: bool | None = None,
@@ -144,6 +153,8 @@ class VLLMBatchOperator(BaseOperator):
         self.unknown_parameters = unknown_parameters
         self.allow_parameters = allow_parameters
         self.allowed_failures = allowed_failures
+        self.bad_answers = bad_answers
+        self.allowed_media_domains = allowed_media_domains
         self.run_anyway = run_anyway
         self.row_retries = row_retries
         self.row_timeout_seconds = row_timeout_seconds
@@ -156,6 +167,7 @@ class VLLMBatchOperator(BaseOperator):
         self.resume = resume
         self.overwrite = overwrite
         self.preflight = preflight
+        self.stage_input = stage_input
         self.poll_interval = poll_interval
         self.echo_delay_seconds = echo_delay_seconds
         self.deferrable = deferrable
@@ -170,8 +182,10 @@ class VLLMBatchOperator(BaseOperator):
             ("engine", self.engine, get_args(EngineKind)),
             ("bad_lines", self.bad_lines, get_args(BadLines)),
             ("unknown_parameters", self.unknown_parameters, get_args(UnknownParameters)),
+            ("bad_answers", self.bad_answers, get_args(BadAnswers)),
             ("order", self.order, get_args(Order)),
             ("preflight", self.preflight, get_args(Mode)),
+            ("stage_input", self.stage_input, get_args(StageInput)),
         ):
             if value not in values:
                 raise ValueError(f"{name} must be one of {', '.join(values)}, got {value!r}")
@@ -274,6 +288,7 @@ class VLLMBatchOperator(BaseOperator):
             restart=conf.restart or not self.resume,
             overwrite=self.overwrite,
             preflight=self.preflight,
+            stage_input=self.stage_input,
             poll_interval=self.poll_interval or config.poll_interval(),
             created_by=f"operator, {owner}" + (f", map index {ti.map_index}" if _is_mapped(ti.map_index) else ""),
             airflow_try=getattr(ti, "try_number", None),
@@ -329,6 +344,10 @@ class VLLMBatchOperator(BaseOperator):
             allow_parameters=tuple(self.allow_parameters),
             allowed_failures=self.allowed_failures if conf.allowed_failures is None else conf.allowed_failures,
             run_anyway=self.run_anyway,
+            bad_answers=self.bad_answers,
+            allowed_media_domains=(
+                tuple(self.allowed_media_domains) if self.allowed_media_domains is not None else None
+            ),
         )
 
     def _limits(self) -> Limits:

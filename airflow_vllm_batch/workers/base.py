@@ -91,6 +91,8 @@ class Worker(Protocol):
     template_fields: ClassVar[tuple[str, ...]]
     can_defer: ClassVar[bool]
     """Whether a batch can be watched from a triggerer."""
+    reads_inputs: ClassVar[bool]
+    """Whether its runners read local files and http(s) URLs as this machine does; else such inputs are copied."""
     tells_progress: ClassVar[bool]
     """Whether what a runner prints reaches ``emit``: then its own lines of progress are enough for a log."""
 

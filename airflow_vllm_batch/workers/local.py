@@ -66,6 +66,7 @@ class LocalWorker:
     kind: ClassVar[str] = "local"
     template_fields: ClassVar[tuple[str, ...]] = ("python", "env_vars")
     can_defer: ClassVar[bool] = False
+    reads_inputs: ClassVar[bool] = True
     tells_progress: ClassVar[bool] = True
 
     def copy(self) -> Self:

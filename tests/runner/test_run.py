@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from airflow_vllm_batch.batchfile.reader import InputRejectedError
-from airflow_vllm_batch.contract import ErrorCode, ExitCode, ModelSpec, Outcome, OutputTarget
+from airflow_vllm_batch.contract import ErrorCode, ExitCode, InputFile, ModelSpec, Outcome, OutputTarget
 from airflow_vllm_batch.runner.engine.base import Reply
 from airflow_vllm_batch.runner.errors import EngineDownError, ServerRefusesError, StoppedError
 from airflow_vllm_batch.runner.patience import Patience
@@ -299,10 +301,6 @@ async def test_a_limit_takes_only_the_first_rows(tmp_path: Path) -> None:
 
 
 async def test_compressed_inputs_are_read_by_their_name(tmp_path: Path) -> None:
-    import gzip
-
-    import zstandard
-
     plain = (json.dumps(chat("a", "one")) + "\n" + json.dumps(chat("b", "two"))).encode()
     for name, packed in (("x.jsonl.gz", gzip.compress(plain)), ("y.jsonl.zst", zstandard.compress(plain))):
         root = tmp_path / name
@@ -313,6 +311,19 @@ async def test_compressed_inputs_are_read_by_their_name(tmp_path: Path) -> None:
         _, manifest = await run.run(engine)
         assert dict(engine.asked) == {"one": 1, "two": 1}
         assert manifest.inputs[0].size == len(packed)
+
+
+async def test_a_staged_copy_is_read_instead_of_the_source(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, [chat("a", "one"), chat("b", "two")])
+    copy = run.output / "_vllm_batch" / "1" / "input" / "00.jsonl.zst"
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(zstandard.compress(run.input.read_bytes()))
+    run.input.unlink()
+    source = InputFile(uri=str(run.input), etag="of the source", staged="_vllm_batch/1/input/00.jsonl.zst")
+    engine = ScriptedEngine()
+    exit_code, manifest = await run.run(engine, inputs=(source,))
+    assert (exit_code, dict(engine.asked)) == (ExitCode.PASSED, {"one": 1, "two": 1})
+    assert manifest.inputs[0].uri == str(run.input)
 
 
 async def test_an_answer_with_foreign_line_ends_or_broken_text_stays_one_line(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class Bench:
             "restart": False,
             "overwrite": False,
             "preflight": "full",
+            "stage_input": "never",
             "poll_interval": 0.01,
             "created_by": "test",
             **(plan or {}),

@@ -108,6 +108,7 @@ class FakeWorker:
     kind: ClassVar[str] = "fake"
     template_fields: ClassVar[tuple[str, ...]] = ()
     can_defer: ClassVar[bool] = False
+    reads_inputs: bool = False
     tells_progress: ClassVar[bool] = False
 
     def copy(self) -> Self:
