@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -148,7 +150,7 @@ def _run_guarded(
                 patience=Patience(spec.limits.storage_patience_seconds),
                 may_write=lease.confirm,
             )
-            return _end_with(*asyncio.run(run(this)))
+            return _end_with(*_run_loop(run(this)))
         except Exception as error:  # noqa: BLE001  becomes the exit code
             # Whatever a runner dies of that was overtaken: another one goes on.
             return End(ExitCode.HELD, lease.lost) if lease.lost else _end_of(error)
@@ -180,6 +182,13 @@ def _at_once(work: Coroutine[Any, Any, ValueT]) -> ValueT:
             return await work
 
     return asyncio.run(bounded())
+
+
+def _run_loop(work: Coroutine[Any, Any, ValueT]) -> ValueT:
+    """Run the main loop: on uvloop where vLLM brought it, which takes a little less of the CPU for each row."""
+    factory = importlib.import_module("uvloop").new_event_loop if find_spec("uvloop") else None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(work)
 
 
 def _fingerprints(spec: BatchSpec) -> Fingerprints:

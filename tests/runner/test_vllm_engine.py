@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +17,13 @@ from airflow_vllm_batch.contract.spec import Adapter
 from airflow_vllm_batch.runner.engine.asgi import post
 from airflow_vllm_batch.runner.engine.parent_death import MARK, register
 from airflow_vllm_batch.runner.engine.start_failure import explain
-from airflow_vllm_batch.runner.engine.vllm_engine import VLLMEngine, _without_nulls, argv_of
+from airflow_vllm_batch.runner.engine.vllm_engine import (
+    VLLMEngine,
+    _is_short,
+    _render_short_prompts_here,
+    _without_nulls,
+    argv_of,
+)
 from airflow_vllm_batch.runner.errors import EngineStartError
 from airflow_vllm_batch.runner.log_tail import LogTail
 
@@ -104,6 +114,30 @@ def test_the_plugin_does_nothing_in_a_vllm_that_is_not_ours(monkeypatch: pytest.
     register()
     monkeypatch.setenv(MARK, "1")
     register()  # this process was not started by multiprocessing
+
+
+class Renderer:
+    """Has an executor where vLLM's renderer has it."""
+
+    def __init__(self, executor: ThreadPoolExecutor) -> None:
+        self._executor = executor
+
+
+@pytest.mark.parametrize(("short", "here"), [(True, True), (False, False)])
+async def test_a_short_prompt_is_rendered_at_once_and_a_long_one_in_a_thread(short: bool, here: bool) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        _render_short_prompts_here(SimpleNamespace(renderer=Renderer(executor)))
+        _is_short.set(short)
+        loop = asyncio.get_running_loop()
+        thread = await loop.run_in_executor(executor, threading.get_ident)
+        assert (thread == threading.get_ident()) is here
+        with pytest.raises(ZeroDivisionError):
+            await loop.run_in_executor(executor, lambda: 1 // 0)
+
+
+def test_a_release_whose_renderer_has_no_executor_is_left_as_it_is() -> None:
+    _render_short_prompts_here(SimpleNamespace(renderer=SimpleNamespace()))
+    _render_short_prompts_here(SimpleNamespace())
 
 
 async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
