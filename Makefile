@@ -16,12 +16,13 @@ define stage
 endef
 
 .NOTPARALLEL:
-.PHONY: help setup demo test lint test-unit test-engine test-airflow bench format freeze clean
+.PHONY: help setup demo test test-long lint test-unit test-engine test-airflow bench format freeze clean
 
 help:
 	@echo "make setup    make the environment (.venv) and the small models (.models)"
 	@echo "make demo     a real Airflow takes a batch file from S3 through real vLLM on this machine's CPU"
 	@echo "make test     every check and every test: lint, test-unit, test-engine, test-airflow"
+	@echo "make test-long  the soak: thousands of rows, random faults, sudden deaths"
 	@echo "make lint     format, style, types and import boundaries"
 	@echo "make bench    the measured comparisons in benchmarks/"
 	@echo "make format   bring the code into the project's format"
@@ -43,16 +44,19 @@ lint: setup
 	$(call stage,lint-imports,$(BIN)/lint-imports)
 
 test-unit: setup
-	$(call stage,tests without an engine and without Airflow's services,$(PYTEST) -m "not engine and not airflow_stack")
+	$(call stage,tests without an engine and without Airflow's services,$(PYTEST) -m "not engine and not airflow_stack and not long")
 
 test-engine: setup
-	$(call stage,tests on real vLLM,$(PYTEST) -m "engine and not airflow_stack")
+	$(call stage,tests on real vLLM,$(PYTEST) -m "engine and not airflow_stack and not long")
 
 test-airflow: setup
-	$(call stage,tests on a real Airflow,$(PYTEST) -m airflow_stack)
+	$(call stage,tests on a real Airflow,$(PYTEST) -m "airflow_stack and not long")
+
+test-long: setup
+	$(call stage,tests that take minutes,$(PYTEST) -m long)
 
 bench: setup
-	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for name in validate pipeline engine; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 format: setup
 	@$(BIN)/ruff format .
