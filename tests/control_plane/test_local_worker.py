@@ -14,6 +14,7 @@ from airflow_vllm_batch.storage.settings import S3Settings, StoreFile
 from airflow_vllm_batch.workers import LocalWorker
 from airflow_vllm_batch.workers.base import EndKind, Launch, RunningWorker, Worker, WorkerUnusableError
 from airflow_vllm_batch.workers.output import LONGEST, LineSplitter
+from tests.support.waiting import wait_until
 
 STORE = StoreFile.model_validate(
     {"stores": {"input": {"kind": "s3", "access_key_id": "AK", "secret_access_key": "very-secret-key"}}}
@@ -237,7 +238,10 @@ async def test_a_runner_that_does_not_stop_is_killed_with_all_it_started(tmp_pat
     end = await running.stop(wait_seconds=0)
     assert (end.kind, end.exit_code) == (EndKind.KILLED, -signal.SIGKILL)
     assert end.reason == "the runner was told to stop and ended by SIGKILL"
-    assert not _is_running(int(lines[0]))
+    # The kernel ends what it kills in its own time.
+    wait_until(
+        lambda: not _is_running(int(lines[0])), seconds=30, what="the end of what was killed", pause_seconds=0.01
+    )
 
 
 async def test_what_a_dead_runner_left_running_is_killed(tmp_path: Path) -> None:
@@ -246,7 +250,10 @@ async def test_what_a_dead_runner_left_running_is_killed(tmp_path: Path) -> None
     assert end is not None
     assert (end.kind, end.exit_code) == (EndKind.KILLED, -signal.SIGKILL)
     assert "out of memory is the usual cause" in end.reason
-    assert not _is_running(int(lines[0]))
+    # The kernel ends what it kills in its own time.
+    wait_until(
+        lambda: not _is_running(int(lines[0])), seconds=30, what="the end of what was killed", pause_seconds=0.01
+    )
 
 
 async def test_the_end_of_the_task_is_the_end_of_the_runners_input(tmp_path: Path) -> None:
