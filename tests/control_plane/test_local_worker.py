@@ -273,6 +273,11 @@ async def test_waiting_ends_in_time_and_says_that_it_still_runs(tmp_path: Path) 
     await running.stop(wait_seconds=30)
 
 
+def _wait_for_the_end_of(pid: int) -> None:
+    # The kernel ends what it kills in its own time.
+    wait_until(lambda: not _is_running(pid), seconds=30, what=f"the end of process {pid}", pause_seconds=0.01)
+
+
 def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
