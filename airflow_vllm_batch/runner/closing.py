@@ -5,7 +5,6 @@ A cancel request and a completion window that closes are the same thing with two
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -13,17 +12,18 @@ from datetime import datetime
 
 from airflow_vllm_batch.contract import CancelRequest, ErrorCode, Outcome
 from airflow_vllm_batch.runner.results import Finished, Job
+from airflow_vllm_batch.runner.signals import Request
 
 log = logging.getLogger(__name__)
 
 _CODES = {Outcome.EXPIRED: ErrorCode.EXPIRED, Outcome.CANCELLED: ErrorCode.CANCELLED}
 
 
-class Closing:
-    """Set once, never unset. Safe from any thread."""
+class Closing(Request):
+    """The wish to close the run early. Safe from any thread."""
 
     def __init__(self) -> None:
-        self._wakers: list[Callable[[], object]] = []
+        super().__init__()
         self.outcome: Outcome | None = None
         self.message = ""
 
@@ -42,15 +42,7 @@ class Closing:
         log.warning("the run is closed early: %s", message)
         self.message = message
         self.outcome = outcome
-        for waker in list(self._wakers):
-            with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits any more
-                waker()
-
-    def on_request(self, waker: Callable[[], object]) -> None:
-        """Call ``waker`` at the request, or now where it was made; it must be quick and thread-safe."""
-        self._wakers.append(waker)
-        if self.requested:
-            waker()
+        self._wake()
 
     def end_of(self, job: Job) -> Finished:
         """Return the end of a row that will not be answered."""

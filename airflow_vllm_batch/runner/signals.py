@@ -12,14 +12,33 @@ from collections.abc import Callable
 from types import FrameType
 
 
-class StopSignal:
-    """Set once, by SIGTERM, SIGINT, the end of a parent pipe or a cancel request; never unset.
-
-    Safe from a signal handler and from any thread.
-    """
+class Request:
+    """Something that is asked for once and never taken back, in any thread, and that others wait for in theirs."""
 
     def __init__(self) -> None:
         self._wakers: list[Callable[[], object]] = []
+
+    @property
+    def requested(self) -> bool:
+        raise NotImplementedError
+
+    def on_request(self, waker: Callable[[], object]) -> None:
+        """Call ``waker`` at the request, or now where it was made; it must be quick and thread-safe."""
+        self._wakers.append(waker)
+        if self.requested:
+            waker()
+
+    def _wake(self) -> None:
+        for waker in list(self._wakers):
+            with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits any more
+                waker()
+
+
+class StopSignal(Request):
+    """The wish to stop: SIGTERM, SIGINT or the end of a parent pipe. Safe from a signal handler."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.reason: str | None = None
         self.requested_at: float | None = None
         """Monotonic seconds."""
@@ -34,15 +53,7 @@ class StopSignal:
             return
         self.reason = reason
         self.requested_at = time.monotonic()
-        for waker in list(self._wakers):
-            with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits any more
-                waker()
-
-    def on_request(self, waker: Callable[[], object]) -> None:
-        """Call ``waker`` at the request, or now where it was made; it must be quick and thread-safe."""
-        self._wakers.append(waker)
-        if self.requested:
-            waker()
+        self._wake()
 
 
 def install(stop: StopSignal) -> None:
