@@ -37,6 +37,7 @@ from airflow_vllm_batch.judging import (
 )
 from airflow_vllm_batch.storage.access import Access
 from airflow_vllm_batch.storage.base import StorageError
+from airflow_vllm_batch.storage.model_objects import fingerprinted
 from airflow_vllm_batch.storage.run_folder import Claim, RunFolder
 from airflow_vllm_batch.storage.settings import StoreFile
 from airflow_vllm_batch.watching import Look, Step, look, progress_document
@@ -197,12 +198,13 @@ class OneTry:
         if manifest is None:
             return None
         verdict = judge_now(manifest, self._spec.policy, now=self._now(), judged_by=OPERATOR)
+        inputs_now, spec = None, self._spec
         try:
-            inputs_now = await preflight.pin_inputs(self._access, self._spec.inputs)
+            inputs_now = await preflight.pin_inputs(self._access, spec.inputs)
+            spec = await fingerprinted(spec, self._access)
         except (StorageError, Refusal) as error:
-            log.warning("whether the input changed since can't be told, so what is done counts: %s", error)
-            inputs_now = None
-        if next_for_done(manifest, stored, self._spec, inputs_now, verdict) is Next.RUN:
+            log.warning("whether input or model changed since can't be told, so what is done counts: %s", error)
+        if next_for_done(manifest, stored, spec, inputs_now, verdict) is Next.RUN:
             return None
         log.info("the batch is done already (attempt %d): judged again, nothing is started", manifest.attempt)
         if verdict is not manifest.verdict:
@@ -220,6 +222,7 @@ class OneTry:
             log.warning("%s", warning)
         if self._spec.engine.kind == "vllm":
             check_model(self._spec.model.name)
+            await preflight.check_weights(self._access, self._spec)
         for warning in await plan.worker.check(self._spec.engine.kind):
             log.warning("%s", warning)
         self._spec = self._spec.model_copy(

@@ -24,6 +24,7 @@ from airflow_vllm_batch.storage.access import Access
 from airflow_vllm_batch.storage.base import StorageError
 from airflow_vllm_batch.storage.compression import CorruptStreamError, decompress
 from airflow_vllm_batch.storage.http import signed_url_expiry
+from airflow_vllm_batch.storage.model_objects import missing_config, open_weights, weights_in_stores
 from airflow_vllm_batch.storage.run_folder import RunFolder
 from airflow_vllm_batch.storage.settings import StoreFile
 from airflow_vllm_batch.storage.uris import same_object
@@ -37,6 +38,7 @@ SIGNED_FOR_AT_LEAST: Final = timedelta(hours=1)
 _SAY_EVERY_SECONDS = 30.0
 
 _TOOLS = msgspec.json.Decoder(dict[str, Any])
+_CONFIG = msgspec.json.Decoder(dict[str, Any])
 
 
 def check_places(inputs: tuple[InputFile, ...], output_uri: str, state_uri: str) -> None:
@@ -111,6 +113,27 @@ async def pin_inputs(access: Access, inputs: tuple[InputFile, ...]) -> tuple[Inp
             raise Refusal(ExitCode.INPUT_REFUSED, f"input refused: {source.uri} is empty (0 bytes)")
         pinned.append(source.model_copy(update={"etag": info.etag, "size": info.size}))
     return tuple(pinned)
+
+
+async def check_weights(access: Access, spec: BatchSpec) -> None:
+    """Refuse a model or adapter in object storage without its configuration; a local path or hub name is not looked at.
+
+    :raises StorageError: where that can't be told.
+    """
+    for weights in weights_in_stores(spec):
+        store = open_weights(access, spec, weights.uri)
+        for name in weights.configs:
+            try:
+                config = await store.get(name)
+            except FileNotFoundError:
+                continue
+            try:
+                _CONFIG.decode(config)
+            except msgspec.DecodeError as error:
+                raise Refusal(ExitCode.ENGINE_CONFIG, f"{store.uri(name)} is no JSON object: {error}") from error
+            break
+        else:
+            raise Refusal(ExitCode.ENGINE_CONFIG, missing_config(weights.uri, weights.configs))
 
 
 # Rows

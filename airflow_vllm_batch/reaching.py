@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from airflow_vllm_batch.connections import BY_SCHEME, Connected, connect, is_htt
 from airflow_vllm_batch.contract import ExitCode, InputFile, OutputTarget
 from airflow_vllm_batch.contract.layout import default_state_uri, is_one_file
 from airflow_vllm_batch.contract.spec import without_query
+from airflow_vllm_batch.storage.model_objects import STORE, is_object_uri
 from airflow_vllm_batch.storage.settings import StoreFile, StoreSettings
 from airflow_vllm_batch.storage.uris import parse_uri
 
@@ -41,9 +42,12 @@ def reach(
     state_uri: str | None,
     input_conn_id: str | None,
     output_conn_id: str | None,
+    weights: Sequence[str] = (),
+    model_conn_id: str | None = BY_SCHEME,
 ) -> Reached:
-    """Find out how input, output and state are reached.
+    """Find out how input, output and state are reached, and what of the weights lies in object storage.
 
+    :param weights: names of the model and its adapters, whatever they are.
     :raises Refusal: where the URIs don't go together.
     :raises ConnectionUnusableError, ProviderMissingError: from :func:`connections.connect`.
     :raises ValueError: where a URI can't be split.
@@ -54,6 +58,14 @@ def reach(
     full_urls = [source.uri, *([output.target.uri] if output.target else [])]
     urls = {without_query(url): url for url in full_urls if without_query(url) != url}
     stores: dict[str, Callable[[], StoreSettings]] = {"input": source.settings, "output": output.state.settings}
+    if in_stores := [name for name in weights if is_object_uri(name)]:
+        if len({parse_uri(uri).kind for uri in in_stores}) > 1:
+            raise Refusal(
+                ExitCode.USAGE,
+                f"model and adapters lie in several kinds of object storage ({', '.join(in_stores)}), and "
+                "model_conn_id opens one: copy them to one of them",
+            )
+        stores[STORE] = connections.connect(in_stores[0], model_conn_id).settings
     if output.target:
         stores[_PUT] = output.target.settings
         target = OutputTarget(uri=without_query(output.target.uri), state_uri=output.state.uri, store=_PUT)

@@ -37,6 +37,7 @@ from airflow_vllm_batch.storage.access import Access
 from airflow_vllm_batch.storage.base import ObjectNameError, StorageError
 from airflow_vllm_batch.storage.fingerprint import fingerprints_of
 from airflow_vllm_batch.storage.http import signed_url_expiry
+from airflow_vllm_batch.storage.model_objects import fingerprinted
 from airflow_vllm_batch.storage.run_folder import FolderTakenError, RunFolder
 from airflow_vllm_batch.storage.settings import StoreSettingsError
 from airflow_vllm_batch.storage.uris import parse_uri, same_object
@@ -182,7 +183,7 @@ async def _prepare(draft: BatchSpec, access: Access, *, restart: bool, overwrite
             "inputs": (source.model_copy(update={"etag": found.etag, "size": found.size}),),
         }
     )
-    done = None if claim.restarted else await _finished(folder, spec)
+    done = None if claim.restarted else await _finished(folder, spec, access)
     if done is None:
         await folder.write_spec(spec)
     return _Ready(spec, done)
@@ -195,12 +196,12 @@ def _same_run(earlier: BatchSpec, now: BatchSpec) -> bool:
     )
 
 
-async def _finished(folder: RunFolder, spec: BatchSpec) -> Manifest | None:
+async def _finished(folder: RunFolder, spec: BatchSpec, access: Access) -> Manifest | None:
     """Return the manifest of a run that has nothing left to do, judged by the threshold of now."""
     manifest = await folder.read_done_manifest()
     if manifest is None or manifest.healable_rows or manifest.state != "completed":
         return None
-    if manifest.spec_digest != spec.digest(*fingerprints_of(spec)):
+    if manifest.spec_digest != spec.digest(*fingerprints_of(await fingerprinted(spec, access))):
         return None
     if [source.etag for source in manifest.inputs] != [source.etag for source in spec.inputs]:
         return None

@@ -44,7 +44,7 @@ class VLLMBatchOperator(BaseOperator):
     A try that follows another one, after a failure or a clear, runs only the rows without a result. The XCom has where
     answers, failed rows and manifest lie, and the counts; never rows.
 
-    :param model: hub name or path of the model. (templated)
+    :param model: hub name, path or object-store URI (``s3://`` …) of the model. (templated)
     :param input_uri: the batch file (``s3://``, a path, ``http(s)://``; ``.gz`` and ``.zst`` too); with an http
         connection also a path below its base URL. (templated)
     :param output_uri: a folder that only this run uses, or one object for all rows: a name that ends in ``.jsonl``, an
@@ -53,6 +53,7 @@ class VLLMBatchOperator(BaseOperator):
     :param input_conn_id: connection that reads the input; None takes the credentials of the Airflow worker. By default
         the scheme's own one (``aws_default``, ``http_default`` …) where it exists. (templated)
     :param output_conn_id: connection that writes, likewise. (templated)
+    :param model_conn_id: connection that reads a model and adapters in object storage, likewise. (templated)
     :param engine: ``vllm``, or ``echo``, which answers without a model, to try a DAG anywhere.
     :param engine_args: vLLM's arguments by name, such as ``{"max_model_len": 8192}``. (templated)
     :param served_model_names: what ``body.model`` of a row may say instead of ``model``. (templated)
@@ -93,6 +94,7 @@ class VLLMBatchOperator(BaseOperator):
         "state_uri",
         "input_conn_id",
         "output_conn_id",
+        "model_conn_id",
         "engine_args",
         "served_model_names",
         "worker",
@@ -109,6 +111,7 @@ class VLLMBatchOperator(BaseOperator):
         state_uri: str | None = None,
         input_conn_id: str | None = BY_SCHEME,
         output_conn_id: str | None = BY_SCHEME,
+        model_conn_id: str | None = BY_SCHEME,
         engine: EngineKind = "vllm",
         engine_args: Mapping[str, JsonValue] | None = None,
         served_model_names: str | Sequence[str] | None = None,
@@ -144,6 +147,7 @@ class VLLMBatchOperator(BaseOperator):
         self.state_uri = state_uri
         self.input_conn_id = input_conn_id
         self.output_conn_id = output_conn_id
+        self.model_conn_id = model_conn_id
         self.engine = engine
         self.engine_args = engine_args
         self.served_model_names = served_model_names
@@ -279,6 +283,8 @@ class VLLMBatchOperator(BaseOperator):
             state_uri=self._text("state_uri", optional=True) or None,
             input_conn_id=self.input_conn_id,
             output_conn_id=self.output_conn_id,
+            weights=self._weights(),
+            model_conn_id=self.model_conn_id,
         )
         owner = f"dag {ti.dag_id}, run {ti.run_id}, task {ti.task_id}"
         plan = Plan(
@@ -299,6 +305,12 @@ class VLLMBatchOperator(BaseOperator):
             publish=lambda name, value: self._publish(context, name, value),
             emit=lambda line: self.log.info("%s", line),
         )
+
+    def _weights(self) -> list[str]:
+        if self.engine != "vllm":
+            return []
+        modules = engine_arguments(self.engine_args).get("lora_modules")
+        return [self._text("model"), *(adapter.uri for adapter in adapters(modules))]
 
     def _spec(self, key: str, reached: Reached, conf: RunConf, context: Context) -> BatchSpec:
         """Build the spec, but for what the folder and the input's store have yet to say."""

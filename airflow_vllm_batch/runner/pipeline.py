@@ -49,6 +49,10 @@ async def _always() -> None:
     """Let everything be written."""
 
 
+async def _here_already() -> None:
+    """Leave the model where it is."""
+
+
 @dataclass
 class Try:
     """One try of a run.
@@ -70,6 +74,8 @@ class Try:
     patience: Patience = field(default_factory=Patience)
     may_write: Guard = _always
     """Asked before each segment, output and manifest."""
+    bring_model: Callable[[], Awaitable[None]] = _here_already
+    """Brings the model to this machine, where the engine can't load it from where it lies."""
     disk_usage: DiskUsage = shutil.disk_usage
     seconds: dict[str, float] = field(default_factory=dict)
     """Part of the run to its seconds, by the names of :class:`Timing`."""
@@ -231,6 +237,7 @@ async def _reuse(this: Try, intake: Intake) -> int:
 async def _start_engine(this: Try) -> EngineInfo:
     started = time.monotonic()
     this.state.enter(Phase.LOADING)
+    await this.bring_model()
     info = await this.engine.start()
     this.seconds["engine_start"] = time.monotonic() - started
     log.info(

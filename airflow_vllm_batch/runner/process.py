@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +27,7 @@ from airflow_vllm_batch.runner.engine.vllm_engine import VLLMEngine
 from airflow_vllm_batch.runner.errors import EngineStartError, RunError
 from airflow_vllm_batch.runner.holding import Holding
 from airflow_vllm_batch.runner.log_tail import LogTail
+from airflow_vllm_batch.runner.model_cache import Copy, Fetcher, cache_root, local_names, look_up
 from airflow_vllm_batch.runner.patience import Patience
 from airflow_vllm_batch.runner.pipeline import Try, run
 from airflow_vllm_batch.runner.reporting import Display, Heartbeat, choose_display
@@ -38,6 +39,7 @@ from airflow_vllm_batch.storage.base import ObjectNameError, StorageError
 from airflow_vllm_batch.storage.compression import CorruptStreamError, compress
 from airflow_vllm_batch.storage.fingerprint import Fingerprints, fingerprints_of, names_a_path
 from airflow_vllm_batch.storage.lease import LeaseHeldError, LeaseLostError
+from airflow_vllm_batch.storage.model_objects import with_fingerprints
 from airflow_vllm_batch.storage.run_folder import FolderTakenError, RunFolder
 from airflow_vllm_batch.storage.settings import StoreSettingsError
 
@@ -114,7 +116,9 @@ def _run_guarded(
         elif stop.requested_at is not None and time.monotonic() - stop.requested_at > spec.limits.stop_seconds:
             leave("stopped, but not in order")
         elif state.phase is Phase.LOADING:
-            loading = (utc_now() - state.phase_since).total_seconds()
+            # A model that is being fetched says so: the engine's own time begins after that.
+            since = max(state.phase_since, state.last_event_at or state.phase_since)
+            loading = (utc_now() - since).total_seconds()
             if loading > spec.limits.engine_start_timeout_seconds:
                 stop.request(f"loading for {loading:.0f} s, engine_start_timeout_seconds is over")
         watch.look(lambda: _at_once(folder.read_cancel()))
@@ -135,20 +139,26 @@ def _run_guarded(
             )
             lease.acquire(waits_on=waits_on)
             asyncio.run(_follow(folder, spec, attempt, state, watch))
-            fingerprints = _fingerprints(spec)
+            copies = asyncio.run(look_up(spec, access, cache_root()))
+            fingerprints = _fingerprints(
+                with_fingerprints(spec, {uri: copy.fingerprint for uri, copy in copies.items()})
+            )
+            patience = Patience(spec.limits.storage_patience_seconds)
+            fetcher = Fetcher(state.note, patience)
             this = Try(
                 spec=spec,
                 spec_digest=spec.digest(fingerprints.model, fingerprints.adapters),
                 fingerprints=fingerprints,
                 attempt=attempt,
                 folder=folder,
-                engine=_engine(spec, access, tail),
+                engine=_engine(spec, copies, access, tail),
                 spool=spool,
                 state=state,
                 stop=stop,
                 closing=closing,
-                patience=Patience(spec.limits.storage_patience_seconds),
+                patience=patience,
                 may_write=lease.confirm,
+                bring_model=lambda: fetcher.bring_all(copies.values()),
             )
             return _end_with(*_run_loop(run(this)))
         except Exception as error:  # noqa: BLE001  becomes the exit code
@@ -204,7 +214,7 @@ def _adapter_places(spec: BatchSpec, found: Fingerprints) -> dict[str, str | Non
     return {adapter.uri: found.adapters[adapter.name] for adapter in spec.model.adapters}
 
 
-def _engine(spec: BatchSpec, access: Access, tail: LogTail) -> Engine:
+def _engine(spec: BatchSpec, copies: Mapping[str, Copy], access: Access, tail: LogTail) -> Engine:
     match spec.engine.kind:
         case "echo":
             return EchoEngine(spec.model.accepted_names, spec.engine.delay_seconds)
@@ -218,7 +228,8 @@ def _engine(spec: BatchSpec, access: Access, tail: LogTail) -> Engine:
 
             return ServerEngine(spec.engine.server_url or "", spec.model.accepted_names[0], headers)
         case "vllm":
-            return VLLMEngine(spec.model, spec.engine.args, seed=spec.seed, log=tail)
+            model, args = local_names(spec.model, spec.engine.args, copies)
+            return VLLMEngine(model, args, seed=spec.seed, log=tail)
 
 
 def _end_of(error: Exception) -> End:

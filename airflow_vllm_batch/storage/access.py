@@ -96,6 +96,14 @@ class Access:
         found = self._current().urls.get(uri)
         return uri if found is None else found.get_secret_value()
 
+    def opens(self, uri: str, store_name: str) -> bool:
+        """Whether there is an entry of that name for a URI of this kind; nothing is contacted."""
+        try:
+            self._settings(parse_uri(uri).kind, store_name)
+        except StoreSettingsError:
+            return False
+        return True
+
     def open_folder(self, uri: str, store_name: str) -> Store:
         """Open a folder; nothing is contacted.
 

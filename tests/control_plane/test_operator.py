@@ -271,6 +271,20 @@ def test_an_unreadable_connection_is_worth_a_retry_and_pushed(places: dict[str, 
     assert outcome.xcoms["state"] == "failed"
 
 
+def test_the_connection_of_a_model_is_rendered_and_asked_for_vllm_only(places: dict[str, Any]) -> None:
+    arguments = {
+        **places,
+        "model": "s3://b/llama/",
+        "model_conn_id": "{{ 'aws_' }}nowhere",
+        "served_model_names": "m",
+        "worker": FakeWorker(one_row),
+    }
+    outcome = execute(engine="vllm", **arguments)
+    assert isinstance(outcome.error, ConnectionUnusableError)
+    assert "'aws_nowhere'" in str(outcome.error)
+    assert execute(engine="echo", **arguments).error is None
+
+
 def test_an_xcom_that_can_not_be_pushed_does_not_hide_why_the_batch_failed(places: dict[str, Any]) -> None:
     def fail(key: str, value: Any) -> None:
         raise RuntimeError("the API server is away")

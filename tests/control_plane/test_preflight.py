@@ -15,7 +15,7 @@ from tests.support.task import chat_row  # isort: skip  before Airflow
 
 from airflow_vllm_batch.arguments import Refusal
 from airflow_vllm_batch.contract import BatchSpec, InputFile, OutputTarget
-from airflow_vllm_batch.contract.spec import EngineSpec, ModelSpec
+from airflow_vllm_batch.contract.spec import Adapter, EngineSpec, ModelSpec
 from airflow_vllm_batch.preflight import (
     LABEL,
     SAMPLE_ROWS,
@@ -25,6 +25,7 @@ from airflow_vllm_batch.preflight import (
     check_places,
     check_rows,
     check_urls,
+    check_weights,
     pin_inputs,
 )
 from airflow_vllm_batch.storage.access import Access
@@ -32,6 +33,7 @@ from airflow_vllm_batch.storage.base import Conditions, StorageError
 from airflow_vllm_batch.storage.run_folder import RunFolder
 from airflow_vllm_batch.storage.settings import StoreFile
 from tests.support.manifests import make_spec
+from tests.support.seaweed import SeaweedServer
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
@@ -269,3 +271,35 @@ def test_a_signed_url_that_ends_soon_is_a_warning() -> None:
     (warning,) = check_urls(signed(NOW + timedelta(minutes=10)), NOW)
     assert "ends at 2026-01-01T00:10:00+00:00" in warning
     assert check_urls(signed(NOW + timedelta(hours=2)), NOW) == []
+
+
+# Weights in object storage
+
+
+@pytest.mark.s3
+async def test_a_model_in_object_storage_is_looked_at_before_the_start(s3_server: SeaweedServer) -> None:
+    for key, text in {"good/config.json": "{}", "torn/config.json": "{", "law/adapter_config.json": "{}"}.items():
+        s3_server.put_raw("tests", f"preflight/{key}", text.encode())
+
+    async def look(model: str, *adapters: str, **other_keys: str) -> None:
+        await check_weights(
+            Access.from_document(StoreFile(stores={"model": s3_server.settings(**other_keys)})),
+            make_spec(
+                model=ModelSpec(name=model, adapters=tuple(Adapter(name=uri, uri=uri) for uri in adapters)),
+                engine=EngineSpec(),
+            ),
+        )
+
+    good, law = "s3://tests/preflight/good/", "s3://tests/preflight/law/"
+    await look(good, law)
+    await look("org/model")
+    for model, adapter, phrase in [
+        ("s3://tests/preflight/", law, r"model 's3://tests/preflight/' has no config\.json"),
+        (good, good, r"adapter 's3://tests/preflight/good/' has no adapter_config\.json"),
+        ("s3://tests/preflight/torn", law, r"torn/config\.json is no JSON object"),
+    ]:
+        with pytest.raises(Refusal, match=phrase) as caught:
+            await look(model, adapter)
+        assert caught.value.exit_code == 78
+    with pytest.raises(StorageError, match="permission denied"):
+        await look(good, secret_access_key="wrong-key-0000000000")

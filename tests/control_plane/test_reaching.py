@@ -121,3 +121,22 @@ def test_plain_paths_become_absolute_and_nothing_else_changes(monkeypatch: pytes
     assert absolute("../x") == f"{tmp_path.parent}/x"
     assert absolute("s3://b/../x") == "s3://b/../x"
     assert absolute("file:///x") == "file:///x"
+
+
+def test_a_model_in_object_storage_has_its_own_entry() -> None:
+    weights = ["/models/llama", "s3://b/law/"]
+    of = reached(weights=weights, model_conn_id="aws_x")
+    assert kinds(of) == {"input": "local", "output": "local", "model": "s3"}
+    assert '"AK"' in of.store_file().to_secret_bytes().decode()
+    assert '"DEFAULT"' in reached(weights=weights).store_file().to_secret_bytes().decode()
+
+
+@pytest.mark.parametrize("name", ["org/model", "/models/llama", "gpt2"])
+def test_a_model_from_elsewhere_needs_no_connection(name: str) -> None:
+    assert kinds(reached(weights=[name], model_conn_id="nowhere")) == {"input": "local", "output": "local"}
+
+
+def test_weights_in_two_kinds_of_stores_are_refused() -> None:
+    with pytest.raises(Refusal, match="several kinds of object storage") as caught:
+        reached(weights=["s3://b/llama/", "gs://b/law/"])
+    assert caught.value.exit_code == 64

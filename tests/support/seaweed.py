@@ -94,15 +94,19 @@ class SeaweedServer:
     def create_bucket(self, name: str) -> None:
         self._boto().create_bucket(Bucket=name)
 
+    def settings(self, **changes: str) -> S3Settings:
+        """Return what a store file says of this server."""
+        keys = {
+            "access_key_id": self.access_key_id,
+            "secret_access_key": self.secret_access_key,
+            "endpoint_url": self.endpoint_url,
+            "region": self.region,
+        }
+        return S3Settings.model_validate({**keys, **changes})
+
     def open_folder(self, bucket: str, prefix: str) -> Store:
         """Return a folder as the code under test opens it."""
-        settings = S3Settings(
-            access_key_id=self.access_key_id,
-            secret_access_key=self.secret_access_key,
-            endpoint_url=self.endpoint_url,
-            region=self.region,
-        )
-        access = Access.from_document(StoreFile(stores={"output": settings}))
+        access = Access.from_document(StoreFile(stores={"output": self.settings()}))
         return access.open_folder(f"s3://{bucket}/{prefix}/", "output")
 
     def put_raw(self, bucket: str, key: str, data: bytes) -> None:
