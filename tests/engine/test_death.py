@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from airflow_vllm_batch.runner.segments import unpack
 from tests.engine.conftest import ENGINE_FLAGS, ENVIRONMENT
 from tests.support.commands import start, vllm_batch
 from tests.support.runs import chat, read_rows, write_lines
@@ -83,3 +84,25 @@ def test_vllm_killed_in_mid_run_is_restarted_and_nothing_of_it_outlives_a_killed
     assert [row["custom_id"] for row in read_rows(tmp_path / "out" / "output.jsonl")] == [f"r{n}" for n in range(60)]
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["rows_reused"] >= durable
+
+
+def test_sigterm_in_mid_run_puts_what_is_finished_and_ends_vllm(tmp_path: Path, tiny_llama: str) -> None:
+    write_lines(tmp_path / "in.jsonl", [chat(f"r{number}", f"word {number}", **LONG) for number in range(60)])
+    process = start(
+        *("airflow_vllm_batch.cli", "run", "-i", f"{tmp_path}/in.jsonl", "-o", f"{tmp_path}/out/"),
+        *("--model", tiny_llama, "--served-model-name", "tiny", "--max-in-flight", "4"),
+        *("--checkpoint-seconds", "0.5", *ENGINE_FLAGS),
+        env=ENVIRONMENT,
+    )
+    state = tmp_path / "out" / "_vllm_batch" / "1"
+    wait_until(lambda: list((state / "segments").glob("*.zst")), seconds=180, what="the first rows")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output[-3000:]
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []
+    record = json.loads((state / "attempts" / "01.json").read_text())
+    assert (record["exit_code"], record["reason"]) == (75, "stopped: received SIGTERM")
+    held = [unpack(path.read_bytes())[0].rows for path in (state / "segments").glob("*.zst")]
+    assert sum(held) == record["by_outcome"]["succeeded"] > 0
