@@ -15,6 +15,7 @@ import pytest
 from airflow_vllm_batch.contract import ModelSpec
 from airflow_vllm_batch.contract.spec import Adapter
 from airflow_vllm_batch.runner.engine.asgi import post
+from airflow_vllm_batch.runner.engine.base import Reply
 from airflow_vllm_batch.runner.engine.parent_death import MARK, register
 from airflow_vllm_batch.runner.engine.start_failure import explain
 from airflow_vllm_batch.runner.engine.vllm_engine import (
@@ -114,6 +115,44 @@ def test_the_plugin_does_nothing_in_a_vllm_that_is_not_ours(monkeypatch: pytest.
     register()
     monkeypatch.setenv(MARK, "1")
     register()  # this process was not started by multiprocessing
+
+
+class SwallowingHandler:
+    """Does as vLLM's handlers do: a cancelled request ends as a refusal."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def answer(self, body: bytes) -> Reply:
+        self.asked.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            pass
+        return Reply(400, b'{"error":{"message":"Client disconnected"}}')
+
+
+def engine_with(handler: SwallowingHandler) -> VLLMEngine:
+    engine = VLLMEngine(ModelSpec(name="m"), {}, seed=None, log=LogTail())
+    engine._client = SimpleNamespace(errored=False)
+    engine._handlers = {"/v1/completions": handler}  # type: ignore[dict-item]
+    return engine
+
+
+async def test_a_request_that_is_cancelled_never_comes_back_as_a_refused_row() -> None:
+    handler = SwallowingHandler()
+    sending = asyncio.create_task(engine_with(handler).send("/v1/completions", b"{}"))
+    await handler.asked.wait()
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+
+
+async def test_a_request_that_takes_too_long_is_a_timeout_and_no_refused_row() -> None:
+    engine = engine_with(SwallowingHandler())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await engine.send("/v1/completions", b"{}")
 
 
 class Renderer:

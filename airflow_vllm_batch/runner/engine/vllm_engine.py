@@ -205,6 +205,10 @@ class VLLMEngine:
         reply = await handler.answer(body) if handler is not None else None
         if reply is None and not self.down:
             reply = await post(self._app, endpoint, body)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # vLLM answers a cancelled request with a refusal, "Client disconnected", which says nothing of the row.
+            raise asyncio.CancelledError
         if reply is None or (reply.status >= 500 and self.down):
             raise EngineDownError(self._why_down())
         return reply
@@ -259,6 +263,7 @@ class VLLMEngine:
             await self._exit.aclose()
         finally:
             self._client = self._app = self._given_up = None
+            self._handlers = {}
             if processes is not None:
                 await asyncio.to_thread(processes.wait)
 
