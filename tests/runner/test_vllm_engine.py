@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import threading
@@ -125,10 +126,8 @@ class SwallowingHandler:
 
     async def answer(self, body: bytes) -> Reply:
         self.asked.set()
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.get_running_loop().create_future()
-        except asyncio.CancelledError:
-            pass
         return Reply(400, b'{"error":{"message":"Client disconnected"}}')
 
 
