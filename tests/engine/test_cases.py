@@ -59,7 +59,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, tiny_llama: str) -> dict[
         *("--max-model-len", str(context), "--hf-overrides", json.dumps({"max_position_embeddings": context})),
         cwd=folder,
         env=ENVIRONMENT,
-        seconds=390,
+        seconds=850,
     )
     assert done.code == 0, done.err[-3000:]
     rows = read_rows(folder / "out" / "output.jsonl") + read_rows(folder / "out" / "errors.jsonl")

@@ -32,7 +32,7 @@ def test_a_row_that_kills_vllm_is_found_and_the_others_are_answered(tmp_path: Pa
         *("--allowed-failures", "1", *ENGINE_FLAGS, "--logits-processors", "tests.support.poison:Poison"),
         cwd=tmp_path,
         env=ENVIRONMENT,
-        seconds=390,
+        seconds=850,
     )
     assert done.code == 0, done.err[-3000:]
     assert len(read_rows(tmp_path / "out" / "output.jsonl")) == 7
@@ -66,20 +66,20 @@ def test_vllm_killed_in_mid_run_is_restarted_and_nothing_of_it_outlives_a_killed
     def first_rows() -> bool:
         return bool(list((state / "segments").glob("*.zst")))
 
-    wait_until(first_rows, seconds=180, what="the first rows")
+    wait_until(first_rows, seconds=300, what="the first rows")
     engine = engine_core()
     assert engine is not None
     engine.kill()
-    wait_until(lambda: progress().get("engine_restarts") == 1, seconds=120, what="the restart")
+    wait_until(lambda: progress().get("engine_restarts") == 1, seconds=300, what="the restart")
     durable = progress()["rows_durable"]
-    wait_until(lambda: progress()["rows_durable"] > durable, seconds=180, what="rows of the new engine")
+    wait_until(lambda: progress()["rows_durable"] > durable, seconds=300, what="rows of the new engine")
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=30)
     _, alive = psutil.wait_procs(children, timeout=20)
     assert alive == []
     assert shared_memory() <= shared_before
-    done = vllm_batch(*command, *more, env=ENVIRONMENT, seconds=390)
+    done = vllm_batch(*command, *more, env=ENVIRONMENT, seconds=850)
     assert done.code == 0, done.err[-3000:]
     assert [row["custom_id"] for row in read_rows(tmp_path / "out" / "output.jsonl")] == [f"r{n}" for n in range(60)]
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -95,7 +95,7 @@ def test_sigterm_in_mid_run_puts_what_is_finished_and_ends_vllm(tmp_path: Path, 
         env=ENVIRONMENT,
     )
     state = tmp_path / "out" / "_vllm_batch" / "1"
-    wait_until(lambda: list((state / "segments").glob("*.zst")), seconds=180, what="the first rows")
+    wait_until(lambda: list((state / "segments").glob("*.zst")), seconds=300, what="the first rows")
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)

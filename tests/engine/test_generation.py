@@ -70,7 +70,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, smollm: str) -> Ran:
     folder = tmp_path_factory.mktemp("generation")
     write_lines(folder / "in.jsonl", REQUESTS)
     arguments = ("run", "-i", "in.jsonl", "-o", "out/", "--model", smollm, "--served-model-name", "smol")
-    done = vllm_batch(*arguments, "--allowed-failures", "3", *ENGINE_FLAGS, cwd=folder, env=ENVIRONMENT, seconds=390)
+    done = vllm_batch(*arguments, "--allowed-failures", "3", *ENGINE_FLAGS, cwd=folder, env=ENVIRONMENT, seconds=850)
     return Ran(done, folder)
 
 

@@ -59,7 +59,7 @@ def run_in(folder: Path) -> Done:
         *("--max-num-seqs", "1"),
         cwd=folder,
         env={**ENVIRONMENT, "VLLM_BATCH_MODEL_CACHE": str(folder / "cache")},
-        seconds=390,
+        seconds=850,
     )
 
 

@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_a_wrong_engine_flag_is_exit_64(folder: Path, tiny_llama: str, flags: list[str], code: int, words: str) -> None:
     arguments = ("run", "-i", "in.jsonl", "-o", "out/", "--model", tiny_llama, *flags)
-    done = vllm_batch(*arguments, cwd=folder, env=ENVIRONMENT, seconds=390)
+    done = vllm_batch(*arguments, cwd=folder, env=ENVIRONMENT, seconds=850)
     assert done.code == code, done.err[-3000:]
     assert words in done.err.splitlines()[-1]
 
@@ -45,7 +45,7 @@ def test_a_model_that_can_not_be_loaded_is_exit_78_with_its_cause(folder: Path, 
         *("run", "-i", "in.jsonl", "-o", "out/", "--model", str(broken), *ENGINE_FLAGS),
         cwd=folder,
         env=ENVIRONMENT,
-        seconds=390,
+        seconds=850,
     )
     assert done.code == 78, done.err[-3000:]
     last = done.err.splitlines()[-1]
@@ -57,7 +57,7 @@ def test_a_model_that_can_not_be_loaded_is_exit_78_with_its_cause(folder: Path, 
 
 def test_a_context_longer_than_the_models_is_exit_78(folder: Path, tiny_llama: str) -> None:
     arguments = ("run", "-i", "in.jsonl", "-o", "out/", "--model", tiny_llama, "--max-model-len", "10000000")
-    done = vllm_batch(*arguments, cwd=folder, env=ENVIRONMENT, seconds=390)
+    done = vllm_batch(*arguments, cwd=folder, env=ENVIRONMENT, seconds=850)
     assert done.code == 78, done.err[-3000:]
     assert "max_model_len" in done.err.splitlines()[-1]
 
@@ -69,7 +69,7 @@ def test_a_stop_while_the_model_loads_is_heard_and_leaves_no_process(folder: Pat
     def engine_processes() -> list[psutil.Process]:
         return psutil.Process(process.pid).children(recursive=True)
 
-    children = wait_until(engine_processes, seconds=120, what="a process of the engine")
+    children = wait_until(engine_processes, seconds=300, what="a process of the engine")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output[-3000:]
