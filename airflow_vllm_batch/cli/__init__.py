@@ -159,43 +159,40 @@ def _add_validate(commands: Any) -> None:
     validate.set_defaults(handler=_validate)
 
 
+def _add_folder_command(commands: Any, name: str, *, help_text: str) -> argparse.ArgumentParser:
+    """Add a command that looks at a run's folder; see ``cli.folder`` for what its arguments name."""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=help_text, allow_abbrev=False)
+    command.add_argument("output", metavar="OUTPUT", help="the run's output")
+    command.add_argument("--state", metavar="URI", help="folder of the state, for a one-file output")
+    command.add_argument("--store", metavar="FILE", help="store settings (JSON)")
+    return command
+
+
 def _add_status(commands: Any) -> None:
-    status = commands.add_parser("status", help="say how a run is doing, or how it ended", allow_abbrev=False)
-    status.add_argument("output", metavar="OUTPUT", help="the run's output")
-    status.add_argument("--state", metavar="URI", help="folder of the state, for a one-file output")
+    status = _add_folder_command(commands, "status", help_text="say how a run is doing, or how it ended")
     status.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    status.add_argument("--store", metavar="FILE", help="store settings (JSON)")
     status.set_defaults(handler=_status)
 
 
 def _add_results(commands: Any) -> None:
-    results = commands.add_parser("results", help="print rows of a finished run, or their requests", allow_abbrev=False)
-    results.add_argument("output", metavar="OUTPUT", help="the run's output")
+    results = _add_folder_command(commands, "results", help_text="print rows of a finished run, or their requests")
     results.add_argument("--failed", action="store_true", help="only rows that did not succeed")
     results.add_argument("--requests", action="store_true", help="the request lines instead, ready to run")
-    results.add_argument("--state", metavar="URI", help="folder of the state, for a one-file output")
-    results.add_argument("--store", metavar="FILE", help="store settings (JSON)")
     results.set_defaults(handler=_results)
 
 
 def _add_verify(commands: Any) -> None:
-    verify = commands.add_parser(
-        "verify", help="read and hash the outputs of a finished run against its manifest", allow_abbrev=False
+    verify = _add_folder_command(
+        commands, "verify", help_text="read and hash the outputs of a finished run against its manifest"
     )
-    verify.add_argument("output", metavar="OUTPUT", help="the run's output")
-    verify.add_argument("--state", metavar="URI", help="folder of the state, for a one-file output")
-    verify.add_argument("--store", metavar="FILE", help="store settings (JSON)")
     verify.set_defaults(handler=_verify)
 
 
 def _add_cancel(commands: Any) -> None:
-    cancel = commands.add_parser(
-        "cancel", help="end the try that runs; rows without a result become cancelled", allow_abbrev=False
+    cancel = _add_folder_command(
+        commands, "cancel", help_text="end the try that runs; rows without a result become cancelled"
     )
-    cancel.add_argument("output", metavar="OUTPUT", help="the run's output")
     cancel.add_argument("--reason", metavar="TEXT", help="stands in the error of each cancelled row")
-    cancel.add_argument("--state", metavar="URI", help="folder of the state, for a one-file output")
-    cancel.add_argument("--store", metavar="FILE", help="store settings (JSON)")
     cancel.set_defaults(handler=_cancel)
 
 
